@@ -1,0 +1,1 @@
+"""Asynchronous reinforcement learning for language models on TPUs, in JAX."""

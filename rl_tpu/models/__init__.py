@@ -1,0 +1,1 @@
+"""Models: one decoder that learner and generator share, and tokenizers."""

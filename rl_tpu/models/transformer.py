@@ -1,0 +1,404 @@
+"""The decoder of the Qwen and Llama family, for learner and generator alike.
+
+Pre-norm blocks with RMSNorm, rotary positions, grouped-query attention
+(optional RMSNorm on q and k, as in Qwen3) and SwiGLU; tied or untied head.
+Layers are stacked and scanned, so compile time does not grow with depth.
+
+The Flax modules describe the weights and what a layer does. `Policy` binds a
+`Config` to functions over a plain pytree of weights: that tree is what gets
+sharded, differentiated, published and checkpointed.
+
+Axes: R rows, T tokens, S slots, C context, L layers, D model, H heads, K heads
+of keys and values, h head size, V vocabulary.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from rl_tpu import sharding
+
+Params = dict[str, Any]
+KeysValues = tuple[jax.Array, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+  """Sizes and switches of one decoder."""
+
+  vocab_size: int
+  """Rows of the embedding; a multiple of 128 suits TPUs."""
+  d_model: int
+  """Width of the residual stream."""
+  num_layers: int
+  """Blocks, >= 1."""
+  num_heads: int
+  """Query heads."""
+  num_kv_heads: int
+  """Key and value heads; divides num_heads."""
+  head_dim: int
+  """Size of one head, even."""
+  d_ff: int
+  """Hidden units of the feed-forward block."""
+  rope_theta: float = 1e6
+  """Base of the rotary frequencies."""
+  norm_eps: float = 1e-6
+  """Added to the mean square in RMSNorm."""
+  qk_norm: bool = True
+  """RMSNorm on each query and key head (Qwen3)."""
+  tied: bool = True
+  """The head is the transposed embedding."""
+  compute_dtype: str = "float32"
+  """Of activations: float32 or bfloat16. Weights and logits are float32."""
+
+  def __post_init__(self):
+    for field in dataclasses.fields(self):
+      if field.type is int and getattr(self, field.name) < 1:
+        raise ValueError(
+          f"{field.name} is {getattr(self, field.name)}; it must be >= 1"
+        )
+    if self.num_heads % self.num_kv_heads:
+      raise ValueError(
+        f"num_kv_heads is {self.num_kv_heads}; "
+        f"it must divide num_heads {self.num_heads}"
+      )
+    if self.head_dim % 2:
+      raise ValueError(f"head_dim is {self.head_dim}; it must be even")
+    if self.compute_dtype not in ("float32", "bfloat16"):
+      raise ValueError(
+        f"compute_dtype is {self.compute_dtype!r}; "
+        "it must be 'float32' or 'bfloat16'"
+      )
+
+
+def _size(d_model, num_layers, num_heads, num_kv_heads, head_dim, d_ff, **kw):
+  return Config(
+    d_model=d_model,
+    num_layers=num_layers,
+    num_heads=num_heads,
+    num_kv_heads=num_kv_heads,
+    head_dim=head_dim,
+    d_ff=d_ff,
+    **{"vocab_size": 384, **kw},
+  )
+
+
+_QWEN3 = {"vocab_size": 151_936}
+SIZES: dict[str, Config] = {
+  "tiny": _size(64, 2, 4, 4, 16, 192, rope_theta=1e4),
+  "1m": _size(128, 4, 4, 2, 32, 448, rope_theta=1e4),
+  "5m": _size(256, 6, 8, 4, 32, 768, rope_theta=1e4),
+  "qwen3-0.6b": _size(1024, 28, 16, 8, 128, 3072, **_QWEN3),
+  "qwen3-1.7b": _size(2048, 28, 16, 8, 128, 6144, **_QWEN3),
+  "qwen3-4b": _size(2560, 36, 32, 8, 128, 9728, **_QWEN3),
+  "qwen3-8b": _size(4096, 36, 32, 8, 128, 12_288, tied=False, **_QWEN3),
+  "qwen3-14b": _size(5120, 40, 40, 8, 128, 17_408, tied=False, **_QWEN3),
+  "qwen3-32b": _size(5120, 64, 64, 8, 128, 25_600, tied=False, **_QWEN3),
+  "llama3-8b": _size(
+    *(4096, 32, 32, 8, 128, 14_336),
+    vocab_size=128_256,
+    rope_theta=5e5,
+    norm_eps=1e-5,
+    qk_norm=False,
+    tied=False,
+  ),
+}
+"""Shapes by name, 0.1M to 32B parameters."""
+
+
+def sized(name: str) -> Config:
+  """The config of this name.
+
+  Raises:
+    ValueError: no such size; lists those there are.
+  """
+  if name not in SIZES:
+    raise ValueError(f"model is {name!r}; it must be one of {sorted(SIZES)}")
+  return SIZES[name]
+
+
+def _weight(rngs: nnx.Rngs, shape, axes: sharding.LogicalAxes, fan_in: int):
+  """A float32 weight with its logical axes, normal with std fan_in^-1/2."""
+  value = jax.random.normal(rngs.params(), shape) / math.sqrt(fan_in)
+  return nnx.Param(value, logical_axes=axes)
+
+
+class RMSNorm(nnx.Module):
+  """x / rms(x) * scale over the last axis, computed in float32."""
+
+  def __init__(self, size: int, eps: float):
+    self.scale = nnx.Param(jnp.ones(size), logical_axes=(None,))
+    self.eps = eps
+
+  def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+    """Normalises the last axis."""
+    wide = x.astype(jnp.float32)
+    mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+    normed = wide * jax.lax.rsqrt(mean_square + self.eps)
+    return (normed * self.scale[...]).astype(x.dtype)
+
+
+def rotary(
+  x: Float[Array, "... heads h"], positions: Int[Array, "..."], theta: float
+) -> Float[Array, "... heads h"]:
+  """Rotates pairs (i, i + h/2) by position * theta^(-2i/h) (RoFormer)."""
+  half = x.shape[-1] // 2
+  frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+  angle = positions[..., None, None].astype(jnp.float32) * frequency
+  sin, cos = jnp.sin(angle), jnp.cos(angle)
+  first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+  turned = (first * cos - second * sin, second * cos + first * sin)
+  return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+
+
+class Attention(nnx.Module):
+  """The projections around attention; the caller says who attends to whom."""
+
+  def __init__(self, config: Config, rngs: nnx.Rngs):
+    d, h = config.d_model, config.head_dim
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    self.query = _weight(rngs, (d, heads, h), ("embed", "heads", None), d)
+    self.key = _weight(rngs, (d, kv_heads, h), ("embed", "kv_heads", None), d)
+    self.value = _weight(rngs, (d, kv_heads, h), ("embed", "kv_heads", None), d)
+    self.out = _weight(rngs, (heads, h, d), ("heads", None, "embed"), heads * h)
+    if config.qk_norm:
+      self.query_norm = RMSNorm(h, config.norm_eps)
+      self.key_norm = RMSNorm(h, config.norm_eps)
+    self.config = config
+
+  def __call__(
+    self,
+    x: Float[Array, "... D"],
+    positions: Int[Array, "..."],
+    attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+  ) -> tuple[Float[Array, "... D"], KeysValues]:
+    """Mixes tokens; returns the new keys and values beside the output."""
+    q = jnp.einsum("...d,dnh->...nh", x, self.query[...].astype(x.dtype))
+    k = jnp.einsum("...d,dnh->...nh", x, self.key[...].astype(x.dtype))
+    v = jnp.einsum("...d,dnh->...nh", x, self.value[...].astype(x.dtype))
+    if self.config.qk_norm:
+      q, k = self.query_norm(q), self.key_norm(k)
+    q = rotary(q, positions, self.config.rope_theta)
+    k = rotary(k, positions, self.config.rope_theta)
+    mixed = attend(q, k, v)
+    out = jnp.einsum("...nh,nhd->...d", mixed, self.out[...].astype(x.dtype))
+    return out, (k, v)
+
+
+class FeedForward(nnx.Module):
+  """SwiGLU: down(silu(gate x) * up x)."""
+
+  def __init__(self, config: Config, rngs: nnx.Rngs):
+    d, f = config.d_model, config.d_ff
+    self.gate = _weight(rngs, (d, f), ("embed", "mlp"), d)
+    self.up = _weight(rngs, (d, f), ("embed", "mlp"), d)
+    self.down = _weight(rngs, (f, d), ("mlp", "embed"), f)
+
+  def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+    """Acts on each token by itself."""
+    gate = jax.nn.silu(x @ self.gate[...].astype(x.dtype))
+    up = x @ self.up[...].astype(x.dtype)
+    return (gate * up) @ self.down[...].astype(x.dtype)
+
+
+class Block(nnx.Module):
+  """One pre-norm layer."""
+
+  def __init__(self, config: Config, rngs: nnx.Rngs):
+    self.attention_norm = RMSNorm(config.d_model, config.norm_eps)
+    self.attention = Attention(config, rngs)
+    self.feed_forward_norm = RMSNorm(config.d_model, config.norm_eps)
+    self.feed_forward = FeedForward(config, rngs)
+
+  def __call__(self, x, positions, attend):
+    """Adds attention, then the feed-forward block, to the residual stream."""
+    mixed, keys_values = self.attention(
+      self.attention_norm(x), positions, attend
+    )
+    x = x + mixed
+    return x + self.feed_forward(self.feed_forward_norm(x)), keys_values
+
+
+class Transformer(nnx.Module):
+  """Embedding, stacked blocks, final norm and head: the weights as a tree."""
+
+  def __init__(self, config: Config, rngs: nnx.Rngs):
+    d, v = config.d_model, config.vocab_size
+    self.embedding = _weight(rngs, (v, d), ("vocab", "embed"), d)
+    stack = nnx.vmap(lambda r: Block(config, r), in_axes=0, out_axes=0)
+    self.layers = stack(rngs.split(config.num_layers))
+    self.final_norm = RMSNorm(d, config.norm_eps)
+    if not config.tied:
+      self.head = _weight(rngs, (d, v), ("embed", "vocab"), d)
+
+
+@functools.lru_cache
+def _abstract(config: Config):
+  """Graph definition and abstract state, without computing anything."""
+  return nnx.split(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0))))
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+  """A decoder as functions of (params, tokens); hashable, holds no arrays."""
+
+  config: Config
+
+  def init(self, key: jax.Array) -> Params:
+    """Draws float32 weights; jit it with shardings for a large model."""
+    model = Transformer(self.config, nnx.Rngs(params=key))
+    return nnx.to_pure_dict(nnx.split(model)[1])
+
+  def abstract_params(self) -> Params:
+    """Shapes and dtypes of the weights."""
+    return nnx.to_pure_dict(_abstract(self.config)[1])
+
+  def logical_axes(self) -> Params:
+    """Logical axes of each weight; stacked ones start with 'layers'."""
+
+    def axes(variable):
+      own = variable.get_metadata()["logical_axes"]
+      stacked = len(variable.shape) - len(own)
+      return ("layers",) * stacked + own
+
+    state = jax.tree.map(
+      axes,
+      _abstract(self.config)[1],
+      is_leaf=lambda leaf: isinstance(leaf, nnx.Variable),
+    )
+    return nnx.to_pure_dict(state)
+
+  def param_shardings(self, mesh: jax.sharding.Mesh) -> Params:
+    """Where each weight lives on `mesh`; raises where it does not divide."""
+    return sharding.tree_shardings(
+      mesh, self.abstract_params(), self.logical_axes()
+    )
+
+  def num_params(self) -> int:
+    """Number of weights."""
+    leaves = jax.tree.leaves(self.abstract_params())
+    return sum(math.prod(leaf.shape) for leaf in leaves)
+
+  def hidden(
+    self,
+    params: Params,
+    tokens: Int[Array, "R T"],
+    positions: Int[Array, "R T"],
+    trajectory_ids: Int[Array, "R T"],
+  ) -> Float[Array, "R T D"]:
+    """Final hidden states of packed rows; no token sees another trajectory."""
+    attend = functools.partial(_attend_packed, trajectory_ids=trajectory_ids)
+    x = self._embed(params, tokens, "rows")
+    x, _ = self._layers(params, x, positions, attend)
+    return self._final_norm(params, x)
+
+  def logits(
+    self, params: Params, hidden: Float[Array, "... D"]
+  ) -> Float[Array, "... V"]:
+    """Float32 logits of hidden states."""
+    head = params["embedding"].T if self.config.tied else params["head"]
+    return jnp.matmul(
+      hidden,
+      head.astype(hidden.dtype),
+      preferred_element_type=jnp.float32,
+    )
+
+  def prefill(
+    self, params: Params, tokens: Int[Array, "S T"]
+  ) -> tuple[Float[Array, "L S T K h"], Float[Array, "L S T K h"]]:
+    """Keys and values of one sequence a row, right-padded.
+
+    Entries past a sequence's length are meaningless and must stay masked.
+    """
+    ids = jnp.zeros_like(tokens)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    attend = functools.partial(_attend_packed, trajectory_ids=ids)
+    x = self._embed(params, tokens, "slots")
+    _, keys_values = self._layers(params, x, positions, attend)
+    return keys_values
+
+  def decode(
+    self,
+    params: Params,
+    tokens: Int[Array, " S"],
+    positions: Int[Array, " S"],
+    keys: Float[Array, "L S C K h"],
+    values: Float[Array, "L S C K h"],
+  ) -> tuple[Float[Array, "S V"], tuple[jax.Array, jax.Array]]:
+    """One token a slot against its cache.
+
+    The cache is only read: entries before `positions` count, and the token's
+    own key and value ([L, S, K, h]) come back to be written once for all
+    layers. Cost is linear in S * C.
+    """
+
+    def attend(cache, q, k, v):
+      return _attend_cached(q, k, v, *cache, positions)
+
+    x = self._embed(params, tokens, "slots")
+    x, new = self._layers(params, x, positions, attend, (keys, values))
+    return self.logits(params, self._final_norm(params, x)), new
+
+  def _embed(self, params, tokens, axis):
+    x = params["embedding"][tokens].astype(self.config.compute_dtype)
+    return sharding.constrain(x, axis, *(None,) * (x.ndim - 1))
+
+  def _final_norm(self, params, x):
+    return self._module(params).final_norm(x)
+
+  def _module(self, params) -> Transformer:
+    graph, state = _abstract(self.config)
+    state = jax.tree.map(lambda leaf: leaf, state)
+    nnx.replace_by_pure_dict(state, params)
+    return nnx.merge(graph, state)
+
+  def _layers(self, params, x, positions, attend: Callable, cache=None):
+    """Scans the blocks; `attend` gets a layer's cache (or None) first."""
+    graph, stacked = nnx.split(self._module(params).layers)
+
+    def body(x, layer):
+      state, layer_cache = layer
+      block: Any = nnx.merge(graph, state)
+      return block(x, positions, functools.partial(attend, layer_cache))
+
+    return jax.lax.scan(body, x, (stacked, cache))
+
+
+def _attend_packed(cache, q, k, v, *, trajectory_ids):
+  """Causal attention inside each trajectory of a row; there is no cache."""
+  del cache
+  length = q.shape[1]
+  causal = jnp.tril(jnp.ones((length, length), bool))
+  same = trajectory_ids[:, :, None] == trajectory_ids[:, None, :]
+  mask = (causal & same)[:, None]
+  return jax.nn.dot_product_attention(q, k, v, mask=mask)
+
+
+def _attend_cached(
+  q: Float[Array, "S H h"],
+  k: Float[Array, "S K h"],
+  v: Float[Array, "S K h"],
+  keys: Float[Array, "S C K h"],
+  values: Float[Array, "S C K h"],
+  positions: Int[Array, " S"],
+) -> Float[Array, "S H h"]:
+  """Attention of one token to its cache and to itself, softmax in float32."""
+  slots, heads, size = q.shape
+  grouped = q.reshape(slots, k.shape[1], heads // k.shape[1], size)
+  wide = {"preferred_element_type": jnp.float32}
+  cached = jnp.einsum("skgh,sckh->skgc", grouped, keys, **wide)
+  itself = jnp.einsum("skgh,skh->skg", grouped, k, **wide)
+  seen = jnp.arange(keys.shape[1]) < positions[:, None]
+  cached = jnp.where(seen[:, None, None, :], cached, -jnp.inf)
+  scores = jnp.concatenate([cached, itself[..., None]], axis=-1)
+  weights = jax.nn.softmax(scores / math.sqrt(size), axis=-1).astype(q.dtype)
+  mixed = jnp.einsum("skgc,sckh->skgh", weights[..., :-1], values)
+  mixed += weights[..., -1:] * v[:, :, None, :]
+  return mixed.reshape(slots, heads, size)

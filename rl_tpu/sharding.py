@@ -1,0 +1,124 @@
+"""Meshes, logical axis rules, and moving arrays between meshes.
+
+Weights and activations name their dimensions (`embed`, `heads`, `rows`, ...);
+`RULES` says which mesh axes split each of them. Nothing else in the code knows
+mesh axes. Meshes are (data, fsdp, tensor, expert), all of type Auto: the
+compiler places the collectives.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+AXES = ("data", "fsdp", "tensor", "expert")
+
+RULES: Mapping[str, tuple[str, ...]] = {
+  # activations
+  "rows": ("data", "fsdp"),
+  "slots": ("data", "fsdp"),
+  # weights
+  "embed": ("fsdp",),
+  "vocab": ("tensor",),
+  "heads": ("tensor",),
+  "kv_heads": ("tensor",),
+  "mlp": ("tensor",),
+}
+"""Logical axis -> mesh axes that split it. Axes not listed stay whole."""
+
+LogicalAxes = tuple[str | None, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshShape:
+  """Devices along each mesh axis; their product is the devices used."""
+
+  data: int = 1
+  """Copies of the weights, >= 1; the axis that may cross slices."""
+  fsdp: int = 1
+  """Ways that weights and optimizer state are split, >= 1."""
+  tensor: int = 1
+  """Ways that heads, hidden units and vocabulary are split, >= 1."""
+  expert: int = 1
+  """Ways that experts are split, >= 1."""
+
+  def __post_init__(self):
+    for axis in AXES:
+      if getattr(self, axis) < 1:
+        raise ValueError(
+          f"MeshShape.{axis} is {getattr(self, axis)}; it must be >= 1"
+        )
+
+  @property
+  def size(self) -> int:
+    """Number of devices."""
+    return math.prod(getattr(self, axis) for axis in AXES)
+
+
+def make_mesh(shape: MeshShape, devices: Sequence[Any]) -> Mesh:
+  """Builds a mesh of the first `shape.size` of `devices`.
+
+  Raises:
+    ValueError: there are fewer devices than the shape asks for.
+  """
+  if len(devices) < shape.size:
+    raise ValueError(
+      f"{shape} needs {shape.size} devices; {len(devices)} are given"
+    )
+  grid = np.asarray(devices[: shape.size]).reshape(
+    [getattr(shape, axis) for axis in AXES]
+  )
+  return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def partition_spec(axes: LogicalAxes) -> PartitionSpec:
+  """Mesh axes of an array whose dimensions have these logical names."""
+  return PartitionSpec(
+    *(RULES.get(axis) if axis is not None else None for axis in axes)
+  )
+
+
+def named(mesh: Mesh, *axes: str | None) -> NamedSharding:
+  """Sharding on `mesh` of an array with these logical axes; () replicates."""
+  return NamedSharding(mesh, partition_spec(axes))
+
+
+def tree_shardings(mesh: Mesh, abstract: Any, axes: Any) -> Any:
+  """Shardings for a tree of abstract arrays with a tree of logical axes.
+
+  Raises:
+    ValueError: a dimension does not divide over its mesh axes; names the
+      tensor, the dimension and the mesh axes.
+  """
+
+  def one(path, leaf, leaf_axes):
+    for size, axis in zip(leaf.shape, leaf_axes, strict=True):
+      ways = math.prod(mesh.shape[a] for a in RULES.get(axis, ()))
+      if size % ways:
+        raise ValueError(
+          f"{jax.tree_util.keystr(path)}: dimension {axis!r} of size {size} "
+          f"does not divide over mesh axes {RULES[axis]} ({ways} ways)"
+        )
+    return named(mesh, *leaf_axes)
+
+  return jax.tree_util.tree_map_with_path(one, abstract, axes)
+
+
+def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
+  """Asks the compiler for this layout, if a mesh is in force."""
+  if jax.sharding.get_abstract_mesh().empty:
+    return x
+  return jax.lax.with_sharding_constraint(x, partition_spec(axes))
+
+
+def reshard(tree: Any, shardings: Any) -> Any:
+  """Copies a tree of arrays to other shardings, also on other devices.
+
+  The copy never shares buffers with its source, so the source may be donated
+  afterwards. Cost is linear in the bytes moved.
+  """
+  return jax.device_put(tree, shardings, may_alias=False)

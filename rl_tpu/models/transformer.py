@@ -340,7 +340,8 @@ class Policy:
     """
 
     def attend(cache, q, k, v):
-      return _attend_cached(q, k, v, *cache, positions)
+      cached_keys, cached_values = cache
+      return _attend_cached(q, k, v, cached_keys, cached_values, positions)
 
     x = self._embed(params, tokens, "slots")
     x, new = self._layers(params, x, positions, attend, (keys, values))

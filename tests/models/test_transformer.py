@@ -1,0 +1,162 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rl_tpu import sharding
+from rl_tpu.models import transformer
+
+SMALL = transformer.Config(
+  vocab_size=48,
+  d_model=32,
+  num_layers=2,
+  num_heads=4,
+  num_kv_heads=2,
+  head_dim=8,
+  d_ff=48,
+)
+
+
+def make(config=SMALL, seed=0):
+  policy = transformer.Policy(config)
+  return policy, policy.init(jax.random.key(seed))
+
+
+def row(*lengths, pad=0):
+  """Positions and trajectory ids of one packed row."""
+  positions = [p for n in lengths for p in range(n)] + [0] * pad
+  ids = [i for i, n in enumerate(lengths) for _ in range(n)] + [-1] * pad
+  return jnp.array([positions]), jnp.array([ids])
+
+
+def logits(policy, params, tokens, positions, ids):
+  return policy.logits(params, policy.hidden(params, tokens, positions, ids))
+
+
+def test_H22_a_packed_trajectory_equals_itself_alone():
+  policy, params = make()
+  a, b = jnp.array([5, 6, 7]), jnp.array([8, 9, 10, 11])
+  positions, ids = row(3, 4)
+  assert positions.tolist() == [[0, 1, 2, 0, 1, 2, 3]]
+
+  def packed(params, a):
+    tokens = jnp.concatenate([a, b])[None]
+    return logits(policy, params, tokens, positions, ids)[0, 3:]
+
+  def alone(params):
+    return logits(policy, params, b[None], *row(4))[0]
+
+  np.testing.assert_allclose(packed(params, a), alone(params), atol=1e-5)
+  weight = jax.random.normal(jax.random.key(1), (4, SMALL.vocab_size))
+  gradient = jax.grad(lambda p: jnp.sum(weight * packed(p, a)))(params)
+  expected = jax.grad(lambda p: jnp.sum(weight * alone(p)))(params)
+  jax.tree.map(
+    lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5),
+    gradient,
+    expected,
+  )
+  changed = packed(params, jnp.array([40, 41, 42]))
+  assert np.array_equal(changed, packed(params, a))  # to the last bit
+
+
+def test_padding_does_not_change_a_trajectory():
+  policy, params = make()
+  tokens = jnp.array([[5, 6, 7, 8]])
+  padded = jnp.array([[5, 6, 7, 8, 0, 0, 0]])
+  whole = logits(policy, params, padded, *row(4, pad=3))
+  expected = logits(policy, params, tokens, *row(4))
+  np.testing.assert_allclose(whole[:, :4], expected, atol=1e-5)
+  assert np.isfinite(whole).all()
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_cached_decode_equals_the_full_forward(kv_heads):
+  config = dataclasses.replace(SMALL, num_kv_heads=kv_heads, tied=False)
+  policy, params = make(config)
+  tokens = jax.random.randint(jax.random.key(2), (3, 9), 0, 48)
+  positions = jnp.broadcast_to(jnp.arange(9), (3, 9))
+  expected = logits(policy, params, tokens, positions, jnp.zeros_like(tokens))
+  lengths = jnp.array([2, 5, 8])
+  keys, values = policy.prefill(params, tokens)
+  unwritten = jnp.arange(9)[None, :] >= lengths[:, None]
+  garbage = jnp.where(unwritten[None, :, :, None, None], 1e3, 0.0)
+  own = tokens[jnp.arange(3), lengths]
+  got, new = policy.decode(
+    params, own, lengths, keys + garbage, values + garbage
+  )
+  np.testing.assert_allclose(got, expected[jnp.arange(3), lengths], atol=1e-4)
+  whole_keys = keys[:, jnp.arange(3), lengths]
+  np.testing.assert_allclose(new[0], whole_keys, atol=1e-5)
+
+
+def test_a_mesh_of_2x2_computes_what_one_device_does():
+  policy, params = make()
+  mesh = sharding.make_mesh(sharding.MeshShape(fsdp=2, tensor=2), jax.devices())
+  tokens = jnp.arange(14).reshape(2, 7)
+  positions = jnp.broadcast_to(jnp.arange(7), (2, 7))
+  ids = jnp.zeros_like(tokens)
+  expected = logits(policy, params, tokens, positions, ids)
+  spread = jax.device_put(params, policy.param_shardings(mesh))
+  query = spread["layers"]["attention"]["query"]
+  assert query.addressable_shards[0].data.shape == (2, 16, 2, 8)
+  with jax.set_mesh(mesh):
+    got = jax.jit(lambda p: logits(policy, p, tokens, positions, ids))(spread)
+  np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
+def test_rotary_scores_depend_on_distance_only():
+  q, k = jax.random.normal(jax.random.key(0), (2, 1, 1, 8))
+
+  def score(i, j):
+    turn = lambda x, p: transformer.rotary(x, jnp.array([p]), 1e4)  # noqa: E731
+    return jnp.vdot(turn(q, i), turn(k, j))
+
+  np.testing.assert_allclose(score(7, 4), score(3, 0), atol=1e-5)
+  assert abs(score(7, 4) - score(7, 1)) > 1e-4
+
+
+def test_every_weight_gets_a_gradient():
+  policy, params = make(dataclasses.replace(SMALL, tied=False))
+  tokens = jnp.arange(8)[None]
+  positions, ids = row(8)
+  weight = jax.random.normal(jax.random.key(1), (1, 8, SMALL.vocab_size))
+  gradient = jax.grad(
+    lambda p: jnp.sum(weight * logits(policy, p, tokens, positions, ids))
+  )(params)
+  dead = [
+    jax.tree_util.keystr(path)
+    for path, g in jax.tree_util.tree_leaves_with_path(gradient)
+    if not np.abs(g).max() > 0
+  ]
+  assert dead == []
+
+
+@pytest.mark.parametrize(
+  ("name", "millions"),
+  [("tiny", 0.13), ("1m", 0.94), ("qwen3-0.6b", 596), ("qwen3-32b", 32762)],
+)
+def test_sizes_have_the_parameters_that_their_names_say(name, millions):
+  policy = transformer.Policy(transformer.sized(name))
+  assert policy.num_params() / 1e6 == pytest.approx(millions, rel=0.02)
+
+
+def test_a_wrong_size_lists_those_there_are():
+  with pytest.raises(ValueError, match=r"'7b'.*'qwen3-8b'"):
+    transformer.sized("7b")
+
+
+@pytest.mark.parametrize(
+  ("field", "value"),
+  [("num_kv_heads", 3), ("head_dim", 7), ("num_layers", 0)],
+)
+def test_an_impossible_shape_names_its_field(field, value):
+  with pytest.raises(ValueError, match=f"{field} is {value}"):
+    dataclasses.replace(SMALL, **{field: value})
+
+
+def test_a_mesh_that_does_not_divide_names_the_tensor():
+  mesh = sharding.make_mesh(sharding.MeshShape(tensor=4), jax.devices())
+  with pytest.raises(ValueError, match=r"'key'.*'kv_heads' of size 2.*4 ways"):
+    transformer.Policy(SMALL).param_shardings(mesh)

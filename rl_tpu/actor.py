@@ -1,0 +1,384 @@
+"""Prompts in, groups of finished episodes out: one coroutine per episode.
+
+The actor starts a group whenever admission (`staleness.py`, AReaL Eq. 3) has
+room, attempts its prompt in `group_size` episodes side by side, and puts the
+finished group into the buffer. Prompts come by index from an endless stream;
+the index is the prompt's identity and the order of dispatch.
+
+Its books: every index below the cursor is in exactly one place,
+
+    consumed | in the buffer | running | waiting | dropped, with a reason
+
+where `waiting` holds what must be attempted again (refused as stale, or in
+flight when the run was cut) and goes first. All moves happen under the
+buffer's lock, so a snapshot sees one moment and a resumed run neither skips a
+prompt nor trains one twice.
+
+An episode that raises fails its group: the other members are cancelled and
+the prompt is dropped. It never becomes a reward. Several failed groups in a
+row mean that something is broken, and end the run.
+"""
+
+import asyncio
+import collections
+import dataclasses
+import heapq
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from rl_tpu.buffer import Buffer
+from rl_tpu.envs import Environment
+from rl_tpu.episode import Generator, run_episode
+from rl_tpu.staleness import Admission
+from rl_tpu.types import Group, Prompt, Sampling, Trajectory
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+  """The actor's numbers."""
+
+  sampling: Sampling
+  """How every turn is drawn; `max_tokens` is the budget of one turn."""
+  group_size: int
+  """G, episodes per prompt, >= 1."""
+  total_groups: int
+  """To be accepted over the whole run, earlier lives included, >= 1; a
+  multiple of `groups_per_batch`."""
+  max_trajectory_tokens: int
+  """Prompt, actions and observations together, >= 2."""
+  max_turns: int = 1
+  """Most actions of one episode, >= 1."""
+  seed: int = 0
+  """Of all sampling keys."""
+  max_failures_in_a_row: int = 8
+  """Failed groups, none finished between them, that end the run, >= 1."""
+
+  def __post_init__(self):
+    for name, least in (
+      ("group_size", 1),
+      ("total_groups", 1),
+      ("max_trajectory_tokens", 2),
+      ("max_turns", 1),
+      ("max_failures_in_a_row", 1),
+    ):
+      value = getattr(self, name)
+      if value < least:
+        raise ValueError(f"Config.{name} is {value!r}; it must be >= {least}")
+
+
+class Actor:
+  """Keeps as many groups in flight as admission allows.
+
+  `run`, and everything the episodes do, lives on one event loop; `set_version`
+  and `snapshot` may be called from any thread, with or without a running loop.
+  """
+
+  def __init__(
+    self,
+    config: Config,
+    *,
+    generator: Generator,
+    make_environment: Callable[[Prompt], Environment],
+    prompts: Callable[[int], Prompt],
+    admission: Admission,
+    buffer: Buffer,
+    keep: Callable[[Group], bool] | None = None,
+  ):
+    """Wires an actor that has not started yet.
+
+    Args:
+      config: its numbers.
+      generator: samples the actions.
+      make_environment: called once per episode.
+      prompts: the stream of prompts, by index.
+      admission: says when a group may start; the actor's from now on.
+      buffer: takes finished groups; its `on_refused` is set here.
+      keep: a filter on finished groups; where it is false the prompt is
+        dropped as "rejected" and another one attempted.
+    """
+    if admission.groups_per_batch != buffer.groups_per_batch:
+      raise ValueError(
+        f"groups_per_batch is {admission.groups_per_batch} for admission and "
+        f"{buffer.groups_per_batch} for the buffer; they must be equal"
+      )
+    if config.total_groups % admission.groups_per_batch:
+      raise ValueError(
+        f"Config.total_groups is {config.total_groups}; it must be a multiple "
+        f"of groups_per_batch, {admission.groups_per_batch}: the learner "
+        "would wait for ever for the rest of the last batch"
+      )
+    self._config = config
+    self._generator = generator
+    self._make_environment = make_environment
+    self._prompts = prompts
+    self._admission = admission
+    self._buffer = buffer
+    self._keep = keep
+
+    self._version = 0
+    self._cursor = 0
+    self._waiting: list[int] = []  # a heap
+    self._running: set[int] = set()
+    self._dropped: dict[int, str] = {}
+    self._failures_in_a_row = 0
+
+    self._loop: asyncio.AbstractEventLoop | None = None
+    self._tasks: set[asyncio.Task[None]] = set()
+    self._wake = asyncio.Event()
+    self._moved = asyncio.Event()
+    self._ended = False
+    self._error: BaseException | None = None
+    buffer.on_refused = self._on_refused
+
+  @property
+  def version(self) -> int:
+    """Version that admission counts from."""
+    return self._version
+
+  @property
+  def idle(self) -> bool:
+    """Whether nothing runs and nothing may start at this version."""
+    with self._buffer.lock:
+      return not self._running and self._capacity() <= 0
+
+  async def run(self) -> None:
+    """Attempts prompts until `total_groups` are accepted for good.
+
+    It goes on while a group in the buffer could still be refused by the last
+    version. When it returns, raises or is cancelled, no episode is left
+    running and the buffer is closed; an error is handed to the buffer too.
+
+    Raises:
+      RuntimeError: too many groups failed in a row; the last error is the
+        cause. Errors of `prompts` and `keep` come through as they are.
+    """
+    assert self._loop is None and not self._ended, "an actor runs once"
+    self._loop = asyncio.get_running_loop()
+    try:
+      while not self._finished():
+        self._dispatch()
+        self._moved.set()
+        await self._wake.wait()
+        self._wake.clear()
+        if self._error is not None:
+          raise self._error
+    except Exception as error:
+      self._buffer.fail(error)
+      raise
+    finally:
+      await self._stop()
+
+  async def drain(self) -> None:
+    """Waits until nothing runs and nothing may start: lockstep's barrier.
+
+    Raises:
+      RuntimeError: the run ended before that.
+    """
+    while not self._ended and not self.idle:
+      self._moved.clear()
+      await self._moved.wait()
+    if not self.idle:
+      raise RuntimeError(
+        "the actor stopped before its work was done"
+      ) from self._error
+
+  def set_version(self, version: int) -> None:
+    """Says that the generator samples from `version`, the last one included.
+
+    Call it after each batch, once the generator has the weights: called
+    earlier, groups would start on weights one version too old.
+    """
+    with self._buffer.lock:
+      if version < self._version:
+        raise ValueError(
+          f"version is {version}; it must be >= the present {self._version}"
+        )
+      self._version = version
+      self._notify()
+
+  def snapshot(self, *, with_groups: bool = True) -> dict[str, Any]:
+    """Everything a resumed run needs, of one moment.
+
+    Plain values, but for `groups`, the buffer's groups. With `with_groups`
+    false these are left out and their prompts will be attempted again.
+
+    Raises:
+      RuntimeError: a batch was taken and `set_version` has not followed; its
+        prompts would be lost.
+    """
+    with self._buffer.lock:
+      groups = self._buffer.snapshot()
+      unfinished = [*self._waiting, *self._running]
+      consumed = self._cursor - len(unfinished) - len(self._dropped)
+      consumed -= len(groups)
+      if consumed != self._version * self._admission.groups_per_batch:
+        raise RuntimeError(
+          f"{consumed} groups were taken but version {self._version} has "
+          f"consumed {self._version * self._admission.groups_per_batch}; call "
+          "set_version for the batch taken, then snapshot"
+        )
+      if not with_groups:
+        unfinished += [group.prompt.index for group in groups]
+        groups = []
+      return {
+        "version": self._version,
+        "next_index": self._cursor,
+        "unfinished": sorted(unfinished),
+        "dropped": sorted([i, why] for i, why in self._dropped.items()),
+        "admission": self._admission.snapshot(),
+        "stale": dict(self._buffer.counts),
+        "groups": groups,
+      }
+
+  def restore(self, state: dict[str, Any]) -> None:
+    """Takes over from a snapshot; before `run`.
+
+    Raises:
+      ValueError: the numbers do not add up, which another `groups_per_batch`
+        would cause.
+    """
+    assert self._loop is None and not self._ended, "restore comes before run"
+    version, groups = state["version"], state["groups"]
+    consumed = state["next_index"] - len(state["unfinished"])
+    consumed -= len(state["dropped"]) + len(groups)
+    if consumed != version * self._admission.groups_per_batch:
+      raise ValueError(
+        f"the snapshot consumed {consumed} groups up to version {version}; "
+        f"with groups_per_batch {self._admission.groups_per_batch} it must be "
+        f"{version * self._admission.groups_per_batch}"
+      )
+    with self._buffer.lock:
+      self._version = version
+      self._cursor = state["next_index"]
+      self._waiting = sorted(state["unfinished"])
+      self._dropped = dict(state["dropped"])
+      self._admission.resume(version, len(groups), state["admission"])
+      self._buffer.counts = collections.Counter(state["stale"])
+      self._buffer.restore(groups)
+
+  def _capacity(self) -> float:
+    admission = self._admission
+    left = self._config.total_groups - admission.accepted - admission.running
+    return min(admission.capacity(self._version), left)
+
+  def _finished(self) -> bool:
+    last = self._config.total_groups // self._admission.groups_per_batch - 1
+    with self._buffer.lock:
+      return (
+        self._admission.accepted >= self._config.total_groups
+        and not self._running
+        and not self._buffer.may_refuse(last)
+      )
+
+  def _dispatch(self) -> None:
+    """Starts groups while there is room, those waiting first."""
+    with self._buffer.lock:
+      while self._capacity() > 0:
+        self._admission.dispatch(self._version)
+        if self._waiting:
+          index = heapq.heappop(self._waiting)
+        else:
+          index, self._cursor = self._cursor, self._cursor + 1
+        self._running.add(index)
+        task = asyncio.create_task(self._run_group(index))
+        self._tasks.add(task)
+        task.add_done_callback(self._on_task_done)
+
+  async def _run_group(self, index: int) -> None:
+    prompt = self._prompts(index)
+    if prompt.index != index:
+      raise ValueError(f"prompts({index}) returned prompt {prompt.index}")
+    try:
+      async with asyncio.TaskGroup() as members:
+        episodes = [
+          members.create_task(self._run_member(prompt, member))
+          for member in range(self._config.group_size)
+        ]
+    except ExceptionGroup as errors:
+      self._fail(index, errors.exceptions[0])
+      return
+    if any(episode.cancelled() for episode in episodes):
+      self._fail(index, RuntimeError("an episode was cancelled from outside"))
+      return
+    self._complete(
+      Group(prompt=prompt, trajectories=tuple(e.result() for e in episodes))
+    )
+
+  async def _run_member(self, prompt: Prompt, member: int) -> Trajectory:
+    return await run_episode(
+      self._generator,
+      self._make_environment(prompt),
+      prompt,
+      member=member,
+      sampling=self._config.sampling,
+      seed=self._config.seed,
+      max_turns=self._config.max_turns,
+      max_trajectory_tokens=self._config.max_trajectory_tokens,
+    )
+
+  def _complete(self, group: Group) -> None:
+    """A running group goes to the buffer, or is dropped by the filter."""
+    kept = self._keep is None or self._keep(group)
+    index = group.prompt.index
+    with self._buffer.lock:
+      if self._ended:
+        return
+      self._failures_in_a_row = 0
+      self._running.remove(index)
+      if kept:
+        self._admission.accept()
+        self._buffer.put(group)
+      else:
+        self._admission.give_back("rejected")
+        self._dropped[index] = "rejected"
+
+  def _fail(self, index: int, error: Exception) -> None:
+    """A running group is dropped; raises when that happened too often."""
+    with self._buffer.lock:
+      if self._ended:
+        return
+      self._failures_in_a_row += 1
+      self._running.remove(index)
+      self._admission.give_back("failed")
+      self._dropped[index] = f"failed: {error!r}"
+      _log.warning("prompt %d failed and is dropped", index, exc_info=error)
+      if self._failures_in_a_row >= self._config.max_failures_in_a_row:
+        raise RuntimeError(
+          f"{self._failures_in_a_row} groups failed in a row; the last was "
+          f"prompt {index}: {error!r}"
+        ) from error
+
+  def _on_refused(self, group: Group) -> None:
+    """An accepted group waits again; in the learner's thread, lock held."""
+    self._admission.refuse()
+    heapq.heappush(self._waiting, group.prompt.index)
+    self._notify()
+
+  def _on_task_done(self, task: asyncio.Task[None]) -> None:
+    self._tasks.discard(task)
+    if not task.cancelled():
+      self._error = self._error or task.exception()
+    self._wake.set()
+
+  def _notify(self) -> None:
+    """Wakes the dispatch loop from any thread; lock held."""
+    if self._loop is not None:
+      self._loop.call_soon_threadsafe(self._wake.set)
+
+  async def _stop(self) -> None:
+    """Cancels what runs; its prompts wait again, as a snapshot would say."""
+    with self._buffer.lock:
+      self._ended = True
+      self._loop = None
+      while self._running:
+        self._admission.give_back("cancelled")
+        heapq.heappush(self._waiting, self._running.pop())
+      self._buffer.close()
+    self._moved.set()
+    tasks = list(self._tasks)
+    for task in tasks:
+      task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,164 @@
+"""One episode: what is stored, what ends it, what it refuses."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from rl_tpu.envs import Step
+from rl_tpu.episode import run_episode
+from rl_tpu.types import Completion, Prompt, Sampling
+
+
+class Player:
+  """Plays given turns, (tokens, stop reason), and remembers the requests."""
+
+  def __init__(self, *turns):
+    self.turns = list(turns)
+    self.requests = []
+
+  async def generate(self, request):
+    self.requests.append(request)
+    tokens, stop_reason = self.turns.pop(0)
+    n = len(tokens)
+    turn = len(self.requests)
+    return Completion(
+      tokens=np.array(tokens, np.int32),
+      logp=np.full(n, -0.25 * turn, np.float32),
+      version=np.full(n, turn, np.int32),
+      stop_reason=stop_reason,
+    )
+
+
+class Script:
+  """Plays a prompt and given steps, (observation, reward, end)."""
+
+  def __init__(self, prompt, *steps):
+    self.prompt = prompt
+    self.steps = list(steps)
+    self.actions = []
+
+  async def reset(self):
+    return np.array(self.prompt, np.int32)
+
+  async def step(self, action, stop_reason):
+    self.actions.append((action.tolist(), stop_reason))
+    observation, reward, end = self.steps.pop(0)
+    return Step(
+      observation=np.array(observation, np.int32), reward=reward, end=end
+    )
+
+
+def play(player, script, max_turns=4, max_trajectory_tokens=100, **sampling):
+  return asyncio.run(
+    run_episode(
+      player,
+      script,
+      Prompt(index=7, tokens=np.array(script.prompt, np.int32)),
+      member=3,
+      sampling=Sampling(**sampling),
+      seed=11,
+      max_turns=max_turns,
+      max_trajectory_tokens=max_trajectory_tokens,
+    )
+  )
+
+
+def test_two_turns_become_one_aligned_stream():
+  player = Player(([5, 2], "stop"), ([6, 7, 2], "stop"))
+  script = Script([1, 4], ([8, 9], 0.5, False), ([], 2.0, True))
+  t = play(player, script, temperature=0.7)
+  np.testing.assert_array_equal(t.tokens, [1, 4, 5, 2, 8, 9, 6, 7, 2])
+  np.testing.assert_array_equal(t.action_mask, [0, 0, 1, 1, 0, 0, 1, 1, 1])
+  np.testing.assert_array_equal(
+    t.behavior_logp, [0, 0, -0.25, -0.25, 0, 0, -0.5, -0.5, -0.5]
+  )
+  np.testing.assert_array_equal(
+    t.token_version, [-1, -1, 1, 1, -1, -1, 2, 2, 2]
+  )
+  np.testing.assert_array_equal(t.rewards, [0, 0, 0, 0.5, 0, 0, 0, 0, 2])
+  assert (t.prompt_id, t.group_id, t.member) == (7, 7, 3)
+  assert (t.temperature, t.stop_reason) == (0.7, "stop")
+  types = [a.dtype for a in (t.tokens, t.behavior_logp, t.token_version)]
+  assert types == [np.int32, np.float32, np.int32]
+  assert t.rewards.dtype == np.float32 and t.action_mask.dtype == bool
+
+
+def test_X11_sampled_ids_are_stored_and_shown_as_sampled():
+  # Ids 97, 98 would come back as one id for "ab" from decode and encode.
+  player = Player(([97, 98], "stop"), ([3], "stop"))
+  script = Script([1], ([4], 0.0, False), ([], 1.0, True))
+  t = play(player, script)
+  assert script.actions[0] == ([97, 98], "stop")
+  assert player.requests[1].tokens.tolist() == [1, 97, 98, 4]
+  assert t.tokens.tolist() == [1, 97, 98, 4, 3]
+  assert t.action_mask.sum() == 3
+
+
+def test_a_request_carries_the_identity_that_its_sampling_key_needs():
+  player = Player(([2], "stop"))
+  play(player, Script([1], ([], 0.0, True)))
+  (request,) = player.requests
+  key = (request.seed, request.prompt_index, request.member)
+  assert key == (11, 7, 3)
+
+
+def test_X20_the_outcome_lies_on_the_last_action_token_of_a_cut_episode():
+  player = Player(([5, 6], "length"))
+  script = Script([1], ([], 1.0, True))
+  t = play(player, script, max_tokens=2)
+  assert script.actions == [([5, 6], "length")]
+  assert (t.stop_reason, t.rewards.tolist()) == ("length", [0, 0, 1])
+
+
+def test_an_episode_out_of_turns_is_cut_and_ends_with_its_last_action():
+  player = Player(([2], "stop"), ([2], "stop"))
+  script = Script([1], ([8], 0.0, False), ([8], 0.25, False))
+  t = play(player, script, max_turns=2)
+  assert (t.stop_reason, t.tokens.tolist()) == ("length", [1, 2, 8, 2])
+  assert t.rewards.tolist() == [0, 0, 0, 0.25]
+
+
+def test_an_observation_that_leaves_no_room_for_an_action_cuts_the_episode():
+  player = Player(([2], "stop"))
+  script = Script([1], ([8, 8, 8], 0.0, False))
+  t = play(player, script, max_trajectory_tokens=5)
+  assert (t.stop_reason, t.tokens.tolist()) == ("length", [1, 2])
+
+
+def test_the_budget_of_a_turn_is_what_the_trajectory_has_left():
+  player = Player(([5, 2], "stop"), ([6], "length"))
+  script = Script([1, 1], ([8], 0.0, False), ([], 0.0, True))
+  play(player, script, max_trajectory_tokens=6, max_tokens=3)
+  budgets = [r.sampling.max_tokens for r in player.requests]
+  assert budgets == [3, 1]
+
+
+def test_an_environment_may_go_on_after_a_cut_turn():
+  player = Player(([5], "length"), ([2], "stop"))
+  script = Script([1], ([8], 0.0, False), ([], 1.0, True))
+  assert play(player, script).stop_reason == "stop"
+
+
+def test_a_prompt_without_room_for_an_action_is_refused_with_both_numbers():
+  with pytest.raises(ValueError, match=r"has 4 tokens.*at most 3"):
+    play(Player(), Script([1, 1, 1, 1]), max_trajectory_tokens=4)
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf")])
+def test_a_reward_that_is_no_number_is_an_error_not_a_reward(reward):
+  with pytest.raises(ValueError, match="reward"):
+    play(Player(([2], "stop")), Script([1], ([], reward, True)))
+
+
+@pytest.mark.parametrize(
+  ("turn", "message"),
+  [
+    (([], "stop"), "0 tokens"),
+    (([5, 6, 7], "stop"), "3 tokens; it must be 1 to 2"),
+    (([5], "error"), "'error'"),
+  ],
+)
+def test_a_completion_that_breaks_the_contract_is_an_error(turn, message):
+  with pytest.raises(ValueError, match=message):
+    play(Player(turn), Script([1], ([], 0.0, True)), max_tokens=2)

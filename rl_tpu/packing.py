@@ -1,0 +1,193 @@
+"""From ragged trajectories to rows of one length, on the host.
+
+A row holds several trajectories, told apart by `trajectory_ids`, so that little
+of a fixed shape is padding. Trajectories are placed from the longest to the
+shortest, each into the fullest row that still has room (best fit decreasing:
+at most 11/9 of the fewest rows possible), in n log n time. Row and trajectory
+counts are rounded up to a few sizes, so that few shapes are compiled.
+
+Stored tokens, masks and log-probabilities are copied as they are: masks are
+never made by comparing token ids, and a logp that is not a number stays so.
+"""
+
+import bisect
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rl_tpu.types import Batch, Trajectory
+
+# Per-token field of Batch: its type, and what padding holds.
+_ROW_FIELDS = {
+  "tokens": (np.int32, 0),
+  "trajectory_ids": (np.int32, -1),
+  "positions": (np.int32, 0),
+  "action_mask": (np.bool_, False),
+  "behavior_logp": (np.float32, 0.0),
+  "token_version": (np.int32, -1),
+  "rewards": (np.float32, 0.0),
+  "temperature": (np.float32, 1.0),
+}
+
+
+def pack(
+  trajectories: Sequence[Trajectory],
+  *,
+  row_length: int,
+  version: int,
+  rows_multiple: int = 1,
+  minibatches: int = 1,
+  shuffle_seed: int | None = None,
+) -> Batch:
+  """Packs trajectories into rows of `row_length` tokens; arrays are NumPy.
+
+  Trajectory n of the sequence has id n in the batch; groups are renumbered
+  from 0 in order of appearance. R is `rows_multiple` times a size of `bucket`,
+  N such a size. Rows are ordered to be dealt in turn, row r to minibatch
+  r mod `minibatches`: their token counts then differ by less than a row.
+
+  Args:
+    trajectories: at least one.
+    row_length: tokens a row, T.
+    version: of the weights before this batch is trained.
+    rows_multiple: what R must be a multiple of: minibatches times data shards
+      times microbatches, say.
+    minibatches: how many the rows will be dealt to; divides rows_multiple.
+    shuffle_seed: deals trajectories and rows at random; None: in order.
+
+  Raises:
+    ValueError: if there is no trajectory, one is longer than a row, sampled
+      greedily, or rewarded off its action tokens.
+  """
+  if not trajectories:
+    raise ValueError("pack got no trajectories; it needs at least one")
+  if minibatches < 1 or rows_multiple % minibatches:
+    raise ValueError(
+      f"rows_multiple is {rows_multiple}; it must be a multiple of "
+      f"minibatches, which is {minibatches}"
+    )
+  for trajectory in trajectories:
+    _check(trajectory, row_length)
+  generator = None
+  if shuffle_seed is not None:
+    generator = np.random.default_rng(shuffle_seed)
+  lengths = [len(t) for t in trajectories]
+  rows = _order_rows(
+    _assign(lengths, row_length, generator), lengths, minibatches, generator
+  )
+  count = rows_multiple * bucket(-(-len(rows) // rows_multiple))
+  fields = _fill(trajectories, rows, (count, row_length))
+  return Batch(**fields, **_per_trajectory(trajectories), version=_i32(version))
+
+
+def bucket(count: int) -> int:
+  """The smallest of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... that is >= count."""
+  power = 1 << max(count - 1, 0).bit_length()
+  return power * 3 // 4 if power >= 4 and count <= power * 3 // 4 else power
+
+
+def _check(trajectory: Trajectory, row_length: int) -> None:
+  name = f"trajectory {trajectory.member} of prompt {trajectory.prompt_id}"
+  if len(trajectory) > row_length:
+    raise ValueError(
+      f"{name} has {len(trajectory)} tokens; row_length is {row_length}: "
+      "raise it, or lower the budget of the episode"
+    )
+  if not trajectory.temperature > 0:
+    raise ValueError(
+      f"{name} has temperature {trajectory.temperature}; it must be > 0 to be "
+      "trained on (greedy answers are for evaluation)"
+    )
+  # Not `rewards[~mask] != 0`: NaN in a place that nobody reads is no reward.
+  stray = np.nan_to_num(trajectory.rewards[~trajectory.action_mask])
+  if stray.any():
+    raise ValueError(
+      f"{name} has reward {stray.sum()} off its action tokens; an outcome "
+      "belongs on the last action token"
+    )
+
+
+def _assign(
+  lengths: Sequence[int],
+  row_length: int,
+  generator: np.random.Generator | None,
+) -> list[list[int]]:
+  """Which trajectories go into which row: best fit decreasing."""
+  order = np.arange(len(lengths))
+  if generator is not None:
+    order = generator.permutation(order)
+  order = sorted(order.tolist(), key=lambda n: -lengths[n])
+  rows: list[list[int]] = []
+  rooms: list[tuple[int, int]] = []  # (room, row) of rows not full, ascending
+  for n in order:
+    place = bisect.bisect_left(rooms, (lengths[n], -1))
+    if place < len(rooms):
+      room, row = rooms.pop(place)
+    else:
+      room, row = row_length, len(rows)
+      rows.append([])
+    rows[row].append(n)
+    if room > lengths[n]:
+      bisect.insort(rooms, (room - lengths[n], row))
+  return rows
+
+
+def _order_rows(
+  rows: list[list[int]],
+  lengths: Sequence[int],
+  minibatches: int,
+  generator: np.random.Generator | None,
+) -> list[list[int]]:
+  """From the fullest row to the emptiest, so that dealing is balanced.
+
+  Each run of `minibatches` rows is shuffled: which minibatch gets which row is
+  chance.
+  """
+  rows = sorted(rows, key=lambda row: -sum(lengths[n] for n in row))
+  if generator is None:
+    return rows
+  ordered = []
+  for start in range(0, len(rows), minibatches):
+    # A last, incomplete run is padded: its empty rows may go anywhere.
+    run = rows[start : start + minibatches]
+    run += [[]] * (minibatches - len(run))
+    ordered += [run[i] for i in generator.permutation(minibatches)]
+  return ordered
+
+
+def _fill(
+  trajectories: Sequence[Trajectory],
+  rows: list[list[int]],
+  shape: tuple[int, int],
+) -> dict[str, Any]:
+  arrays = {
+    name: np.full(shape, padding, dtype)
+    for name, (dtype, padding) in _ROW_FIELDS.items()
+  }
+  for row, members in enumerate(rows):
+    start = 0
+    for n in members:
+      trajectory = trajectories[n]
+      place = (row, slice(start, start + len(trajectory)))
+      arrays["trajectory_ids"][place] = n
+      arrays["positions"][place] = np.arange(len(trajectory))
+      for name in arrays.keys() - {"trajectory_ids", "positions"}:
+        arrays[name][place] = getattr(trajectory, name)
+      start += len(trajectory)
+  return arrays
+
+
+def _per_trajectory(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
+  size = bucket(len(trajectories))
+  truncated = np.zeros(size, np.bool_)
+  group_ids = np.full(size, -1, np.int32)
+  numbers: dict[int, int] = {}
+  for n, trajectory in enumerate(trajectories):
+    truncated[n] = trajectory.stop_reason == "length"
+    group_ids[n] = numbers.setdefault(trajectory.group_id, len(numbers))
+  return {"truncated": truncated, "group_ids": group_ids}
+
+
+def _i32(number: int) -> Any:
+  return np.asarray(number, np.int32)

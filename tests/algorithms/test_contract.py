@@ -1,0 +1,394 @@
+"""What every algorithm promises; a new file is covered without an edit."""
+
+import dataclasses
+import functools
+import re
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rl_tpu import algorithms, ops
+from rl_tpu.packing import pack
+from rl_tpu.types import Batch, PolicyOutputs, Trajectory
+
+ROW_LENGTH = 12
+VERSION = 3
+FLOATS = ("behavior_logp", "rewards", "advantages", "returns", "values")
+SIZES = {"R": 1, "K": 3}
+
+every_algorithm = pytest.mark.parametrize("name", algorithms.names())
+
+
+def make_trajectory(seed, group_id, member, length):
+  """Random turns, the outcome on the last action token."""
+  generator = np.random.default_rng(seed)
+  mask = generator.random(length) < 0.6
+  mask[0], mask[-2] = False, True
+  rewards = np.zeros(length, np.float32)
+  rewards[np.flatnonzero(mask)[-1]] = generator.normal()
+  logp = -generator.uniform(0.1, 2.0, length).astype(np.float32)
+  versions = generator.integers(0, VERSION + 1, length).astype(np.int32)
+  return Trajectory(
+    prompt_id=group_id,
+    group_id=group_id,
+    member=member,
+    tokens=generator.integers(0, 50, length).astype(np.int32),
+    action_mask=mask,
+    behavior_logp=np.where(mask, logp, np.float32(0.0)),
+    token_version=np.where(mask, versions, np.int32(-1)),
+    rewards=rewards,
+  )
+
+
+TRAJECTORIES = [
+  make_trajectory(seed, *identity)
+  for seed, identity in enumerate(
+    [(7, 0, 5), (7, 1, 9), (7, 2, 4), (3, 0, 6), (3, 1, 12), (5, 0, 7)]
+  )
+]
+
+
+def make_outputs(trajectory, seed):
+  """Every field of PolicyOutputs for one trajectory, [1, T, ...]."""
+  generator = np.random.default_rng(100 + seed)
+  fields = {}
+  for field in dataclasses.fields(PolicyOutputs):
+    array_type, *_ = typing.get_args(field.type) or (field.type,)
+    sizes = SIZES | {"T": len(trajectory)}
+    shape = [sizes[axis] for axis in array_type.dim_str.split()]
+    noise = generator.normal(0.0, 0.5, shape)
+    center = trajectory.behavior_logp[None].reshape(
+      1, -1, *[1] * (len(shape) - 2)
+    )
+    fields[field.name] = np.minimum(center + noise, -0.01)
+  return fields
+
+
+def lay_out(batch, dtype=jnp.float32):
+  """The same numbers for the same tokens, however they are packed."""
+  parts = [make_outputs(t, n) for n, t in enumerate(TRAJECTORIES)]
+  fields = {}
+  for name, example in parts[0].items():
+    array = np.zeros((*batch.tokens.shape, *example.shape[2:]))
+    for n, part in enumerate(parts):
+      place = np.asarray(batch.trajectory_ids) == n
+      array[place] = part[name][0][np.asarray(batch.positions)[place]]
+    fields[name] = jnp.asarray(array, dtype)
+  outputs = PolicyOutputs(**fields)
+  batch = dataclasses.replace(
+    batch, values=outputs.target_logp * 0.5, returns=outputs.target_logp * 0.7
+  )
+  return outputs, jax.tree.map(jnp.asarray, batch)
+
+
+def packed():
+  return pack(
+    TRAJECTORIES, row_length=ROW_LENGTH, rows_multiple=4, version=VERSION
+  )
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def with_advantages(module, outputs, batch, config):
+  advantages = module.advantages(batch, outputs, config)
+  return dataclasses.replace(batch, advantages=advantages)
+
+
+@functools.cache
+def example(name):
+  module = algorithms.get(name)
+  config = module.Config()
+  outputs, batch = lay_out(packed())
+  return (
+    module,
+    config,
+    outputs,
+    with_advantages(module, outputs, batch, config),
+  )
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def evaluate(module, outputs, batch, config):
+  """(loss, metrics), gradient with respect to target_logp."""
+
+  def loss(target_logp):
+    live = dataclasses.replace(outputs, target_logp=target_logp)
+    estimate, metrics = module.loss(live, batch, config)
+    return estimate.total, metrics | {"loss": estimate}
+
+  gradient, metrics = jax.grad(loss, has_aux=True)(outputs.target_logp)
+  return metrics, gradient
+
+
+def assert_same(left, right, rtol=1e-5):
+  jax.tree.map(
+    functools.partial(np.testing.assert_allclose, rtol=rtol, atol=1e-6),
+    left,
+    right,
+  )
+
+
+def map_both(function, outputs, batch):
+  return jax.tree.map(function, outputs), batch.map_rows(function)
+
+
+@every_algorithm
+def test_requires_names_fields_of_the_outputs(name):
+  module = algorithms.get(name)
+  fields = {field.name for field in dataclasses.fields(PolicyOutputs)}
+  needed = algorithms.requires(module, module.Config())
+  assert needed <= module.REQUIRES <= fields - {"target_logp"}
+
+
+@every_algorithm
+def test_nothing_is_needed_that_is_not_required(name):
+  module, config, outputs, batch = example(name)
+  needed = algorithms.requires(module, config) | {"target_logp"}
+  fields = [f.name for f in dataclasses.fields(PolicyOutputs)]
+  spare = {field: None for field in fields if field not in needed}
+  expected, _ = evaluate(module, outputs, batch, config)
+  outputs = dataclasses.replace(outputs, **spare)
+  assert_same(evaluate(module, outputs, batch, config)[0], expected)
+
+
+@every_algorithm
+def test_advantages_are_zero_off_the_action_mask_only(name):
+  *_, batch = example(name)
+  assert batch.advantages.shape == batch.tokens.shape
+  assert not np.any(batch.advantages[~batch.action_mask])
+  assert np.any(batch.advantages[batch.action_mask])
+
+
+@every_algorithm
+def test_the_loss_counts_action_tokens_and_metrics_are_estimates(name):
+  module, config, outputs, batch = example(name)
+  metrics, gradient = evaluate(module, outputs, batch, config)
+  assert metrics["loss"].count == np.sum(batch.action_mask)
+  assert np.any(gradient) and not np.any(gradient[~batch.action_mask])
+  common = ops.behavior_metrics(outputs, batch)
+  assert_same({key: metrics[key] for key in common}, common)
+  assert all(np.isfinite(leaf) for leaf in jax.tree.leaves(metrics))
+
+
+@every_algorithm
+def test_padding_rows_and_columns_change_nothing(name):
+  module, config, outputs, batch = example(name)
+  expected = evaluate(module, outputs, batch, config)
+
+  def pad(x, fill=0):
+    widths = [(0, 2), (0, 5)] + [(0, 0)] * (x.ndim - 2)
+    return jnp.pad(x, widths, constant_values=fill)
+
+  padded = dataclasses.replace(
+    batch.map_rows(pad),
+    trajectory_ids=pad(batch.trajectory_ids, -1),
+    token_version=pad(batch.token_version, -1),
+    temperature=pad(batch.temperature, 1),
+  )
+  outputs = jax.tree.map(pad, outputs)
+  padded = with_advantages(module, outputs, padded, config)
+  assert_same(padded.advantages, pad(batch.advantages))
+  metrics, gradient = evaluate(module, outputs, padded, config)
+  assert_same(metrics, expected[0])
+  assert_same(gradient, pad(expected[1]))
+
+
+@every_algorithm
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+def test_no_number_off_the_mask_reaches_loss_or_gradient(name, poison):
+  module, config, outputs, batch = example(name)
+  expected = evaluate(module, outputs, batch, config)
+
+  def spoil(x):
+    mask = batch.action_mask.reshape(*x.shape[:2], *[1] * (x.ndim - 2))
+    return jnp.where(mask, x, poison)
+
+  fields = {field: spoil(getattr(batch, field)) for field in FLOATS}
+  spoilt = dataclasses.replace(batch, **fields)
+  outputs = jax.tree.map(spoil, outputs)
+  advantages = module.advantages(spoilt, outputs, config)
+  assert_same(advantages, batch.advantages)
+  assert_same(evaluate(module, outputs, spoilt, config), expected)
+
+
+@every_algorithm
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_H04_splitting_eight_rows_any_way_gives_one_gradient(name, size):
+  module, config, outputs, batch = example(name)
+  pad = lambda x: jnp.pad(x, [(0, 4)] + [(0, 0)] * (x.ndim - 1))  # noqa: E731
+  outputs, batch = map_both(pad, outputs, batch)
+  assert batch.tokens.shape[0] == 8 and not batch.action_mask[-1].any()
+  expected = evaluate(module, outputs, batch, config)
+  parts = []
+  for start in range(0, 8, size):
+    cut = lambda x, start=start: x[start : start + size]  # noqa: E731
+    parts.append(evaluate(module, *map_both(cut, outputs, batch), config))
+  metrics = functools.reduce(
+    lambda left, right: {key: left[key] + right[key] for key in left},
+    [part[0] for part in parts],
+  )
+  assert_same(metrics, expected[0])
+  assert_same(jnp.concatenate([part[1] for part in parts]), expected[1])
+
+
+@every_algorithm
+def test_packing_equals_one_row_per_trajectory(name):
+  module, config, outputs, batch = example(name)
+  rows = []
+  for n, trajectory in enumerate(TRAJECTORIES):
+    row = pack([trajectory], row_length=ROW_LENGTH, version=VERSION)
+    ids = np.where(row.trajectory_ids == 0, n, -1)
+    rows.append(dataclasses.replace(row, trajectory_ids=ids))
+  fields = {
+    field: np.concatenate([getattr(row, field) for row in rows])
+    for field in Batch.ROW_FIELDS
+    if getattr(rows[0], field) is not None
+  }
+  single_outputs, single = lay_out(dataclasses.replace(packed(), **fields))
+  single = with_advantages(module, single_outputs, single, config)
+  metrics, gradient = evaluate(module, outputs, batch, config)
+  single_metrics, single_gradient = evaluate(
+    module, single_outputs, single, config
+  )
+  assert_same(single_metrics, metrics)
+  for n in range(len(TRAJECTORIES)):
+    here = np.asarray(single.trajectory_ids) == n
+    there = np.asarray(batch.trajectory_ids) == n
+    assert_same(single.advantages[here], batch.advantages[there])
+    assert_same(single_gradient[here], gradient[there])
+
+
+@every_algorithm
+def test_the_gradient_is_the_finite_difference(name, monkeypatch):
+  """In f64; what the loss holds constant is held at its first value."""
+  with jax.enable_x64(True):
+    module = algorithms.get(name)
+    config = module.Config()
+    outputs, batch = lay_out(packed(), jnp.float64)
+    batch = batch.map_rows(
+      lambda x: x.astype(jnp.float64) if x.dtype == jnp.float32 else x
+    )
+    batch = with_advantages(module, outputs, batch, config)
+    _, gradient = evaluate(module, outputs, batch, config)
+    assert gradient.dtype == jnp.float64
+
+    constants = []
+    detach = jax.lax.stop_gradient
+
+    def record(x):
+      constants.append(detach(x))
+      return constants[-1]
+
+    def total(target_logp):
+      live = dataclasses.replace(outputs, target_logp=target_logp)
+      return module.loss(live, batch, config)[0].total
+
+    monkeypatch.setattr(jax.lax, "stop_gradient", record)
+    total(outputs.target_logp)
+
+    def difference(direction, step=1e-6):
+      sides = []
+      for sign in (1, -1):
+        replay = iter(constants).__next__
+        monkeypatch.setattr(jax.lax, "stop_gradient", lambda _, f=replay: f())
+        sides.append(total(outputs.target_logp + sign * step * direction))
+      return (sides[0] - sides[1]) / (2 * step)
+
+    size = outputs.target_logp.size
+    directions = jnp.eye(size).reshape(size, *outputs.target_logp.shape)
+    slopes = jax.jit(jax.vmap(difference))(directions).reshape(gradient.shape)
+    np.testing.assert_allclose(slopes, gradient, rtol=1e-6, atol=1e-7)
+
+
+@every_algorithm
+def test_on_policy_it_is_the_policy_gradient(name):
+  module, config, outputs, batch = example(name)
+  target = jnp.where(batch.action_mask, outputs.target_logp, 0.0)
+  outputs = dataclasses.replace(
+    outputs, target_logp=target, proximal_logp=target
+  )
+  batch = dataclasses.replace(
+    batch,
+    behavior_logp=target,
+    token_version=jnp.where(batch.action_mask, VERSION, -1),
+  )
+  metrics, gradient = evaluate(module, outputs, batch, config)
+  assert_same(gradient, -batch.advantages)
+  assert metrics["behavior_target_kl"].total == 0
+
+
+@every_algorithm
+def test_shapes_that_would_broadcast_are_refused(name):
+  module, config, outputs, batch = example(name)
+  wrong = batch.tokens.shape[0], 1
+  for field in algorithms.requires(module, config) | {"target_logp"}:
+    narrow = dataclasses.replace(
+      outputs, **{field: getattr(outputs, field)[:, :1]}
+    )
+    with pytest.raises(ValueError, match=f"outputs.{field} has shape"):
+      module.loss(narrow, batch, config)
+  for field in ("behavior_logp", "action_mask", "advantages"):
+    narrow = dataclasses.replace(batch, **{field: jnp.ones(wrong)})
+    with pytest.raises(ValueError, match=f"batch.{field} has shape"):
+      module.loss(outputs, narrow, config)
+  narrow = dataclasses.replace(batch, rewards=jnp.ones(wrong))
+  with pytest.raises(ValueError, match=re.escape(f"shape {wrong}")):
+    module.advantages(narrow, outputs, config)
+  without = dataclasses.replace(batch, advantages=None)
+  with pytest.raises(ValueError, match=r"batch\.advantages is None"):
+    module.loss(outputs, without, config)
+
+
+def change_one_action(outputs, batch, target, behavior):
+  """The first action token gets these; proximal is the target there."""
+  row, column = np.argwhere(np.asarray(batch.action_mask))[0]
+  put = lambda x, value: x.at[row, column].set(value)  # noqa: E731
+  outputs = dataclasses.replace(
+    outputs,
+    target_logp=put(outputs.target_logp, target),
+    proximal_logp=put(outputs.proximal_logp, target),
+  )
+  logp = put(batch.behavior_logp, behavior)
+  return outputs, dataclasses.replace(batch, behavior_logp=logp), (row, column)
+
+
+@every_algorithm
+@pytest.mark.parametrize("advantage", [-1.0, 1.0])
+def test_X01_a_huge_ratio_is_finite_and_counted(name, advantage):
+  module, config, outputs, batch = example(name)
+  outputs, batch, place = change_one_action(outputs, batch, -1.0, -100.0)
+  advantages = batch.advantages.at[place].set(advantage)
+  batch = dataclasses.replace(batch, advantages=advantages)
+  metrics, gradient = evaluate(module, outputs, batch, config)
+  assert all(np.isfinite(leaf) for leaf in jax.tree.leaves(metrics))
+  assert np.all(np.isfinite(gradient))
+  assert metrics["extreme_ratio"].total == 1
+
+
+@every_algorithm
+@pytest.mark.parametrize("missing", [np.nan, -np.inf])
+def test_X02_a_logp_that_the_engine_lacks_counts_as_ratio_one(name, missing):
+  module, config, outputs, batch = example(name)
+  outputs, known, _ = change_one_action(outputs, batch, -0.3, -0.3)
+  _, unknown, _ = change_one_action(outputs, batch, -0.3, missing)
+  expected, expected_gradient = evaluate(module, outputs, known, config)
+  metrics, gradient = evaluate(module, outputs, unknown, config)
+  assert_same(gradient, expected_gradient)
+  assert metrics.pop("nonfinite_logp").total == 1
+  assert expected.pop("nonfinite_logp").total == 0
+  assert_same(metrics, expected)
+
+
+@every_algorithm
+def test_a_config_is_a_constant_that_can_be_compared(name):
+  config = algorithms.get(name).Config()
+  assert hash(config) == hash(algorithms.get(name).Config())
+  with pytest.raises(dataclasses.FrozenInstanceError):
+    config.anything = 1
+
+
+def test_a_wrong_name_is_told_the_right_ones():
+  with pytest.raises(ValueError, match=r"'pppo'.*decoupled_ppo.*reinforce"):
+    algorithms.get("pppo")

@@ -181,8 +181,9 @@ class Actor:
       self._moved.clear()
       await self._moved.wait()
     if not self.idle:
+      why = f": {self._error!r}" if self._error else ""
       raise RuntimeError(
-        "the actor stopped before its work was done"
+        f"the actor stopped before its work was done{why}"
       ) from self._error
 
   def set_version(self, version: int) -> None:

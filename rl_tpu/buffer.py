@@ -182,14 +182,19 @@ class Buffer:
 def _mask(trajectory: Trajectory, version: int, limit: float) -> Trajectory:
   """Makes tokens staler than `limit` context.
 
-  Rewards stay where they are: the outcome is their sum over the trajectory,
-  and a reward that comes before an action is not that action's doing.
+  A reward on one of them moves to the next action token that is left (or the
+  last): the outcome stays whole, and rewards stay on action tokens.
   """
   fresh = trajectory.action_mask & (version - trajectory.token_version <= limit)
+  left = np.flatnonzero(fresh)
+  after = np.searchsorted(left, np.arange(len(trajectory)))
+  rewards = np.zeros_like(trajectory.rewards)
+  np.add.at(rewards, left[np.minimum(after, len(left) - 1)], trajectory.rewards)
   zero = np.float32(0)
   return dataclasses.replace(
     trajectory,
     action_mask=fresh,
     behavior_logp=np.where(fresh, trajectory.behavior_logp, zero),
     token_version=np.where(fresh, trajectory.token_version, np.int32(-1)),
+    rewards=rewards,
   )

@@ -1,5 +1,6 @@
 """The buffer: order, waiting, staleness on consumption, endings."""
 
+import dataclasses
 import threading
 
 import numpy as np
@@ -164,6 +165,17 @@ def test_mask_tokens_makes_stale_tokens_context_and_counts_them():
   assert (mixed.outcome, mixed.staleness(2)) == (1.0, 1)
   np.testing.assert_array_equal(fresh.action_mask, [0, 1, 1])
   assert b.counts == {"tokens_masked": 1}
+
+
+def test_mask_tokens_keeps_the_outcome_on_action_tokens_that_are_left():
+  b = buffer(max_staleness=1, on_stale="mask_tokens")
+  stale = group(0, [0, 0, 2, 2])
+  rewards = np.array([0, 0.5, 0, 0, 1.0], np.float32)
+  rewarded = dataclasses.replace(stale.trajectories[0], rewards=rewards)
+  b.put(dataclasses.replace(stale, trajectories=(rewarded,)))
+  masked = b.take(3, timeout=0)[0].trajectories[0]
+  np.testing.assert_array_equal(masked.action_mask, [0, 0, 0, 1, 1])
+  np.testing.assert_array_equal(masked.rewards, [0, 0, 0, 0.5, 1.0])
 
 
 def test_mask_tokens_refuses_a_group_with_nothing_left_of_a_trajectory():

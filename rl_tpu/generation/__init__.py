@@ -1,0 +1,1 @@
+"""Continuous batching on JetStream's interfaces: sampling, engine, driver."""

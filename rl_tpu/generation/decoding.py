@@ -1,0 +1,309 @@
+"""The decode state and what happens to it in the graph.
+
+A slot holds one running sequence: the keys and values of its tokens, its last
+token, and everything that decides how it goes on. Insertion computes keys and
+values only; the first token comes from the same decode step as every other.
+So there is one sampling path, and a sequence that is resumed (prompt and
+partial answer inserted again) continues as if it had never stopped.
+
+Host and device exchange two arrays. `pack` lays out the sequences to insert as
+one int32 array, a sequence a row; `decode` answers with one int32 array, a slot
+a row. Floats travel as their bits.
+
+Axes: S slots, B sequences inserted together, P padded prompt (a bucket),
+C cache entries, L layers, K heads of keys and values, h head size, E stop ids,
+W columns of a row, n decode steps of one dispatch.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
+
+from rl_tpu import sharding
+from rl_tpu.generation import sampling
+from rl_tpu.generation.jetstream import engine_api
+from rl_tpu.models import transformer
+from rl_tpu.types import Request
+
+RUNNING, STOPPED, EXHAUSTED = 0, 1, 2
+"""How a slot stands after a dispatch: goes on, stop id, budget used up."""
+
+_ROW = (
+  *("token", "position", "budget", "top_k"),
+  *("temperature", "top_p", "min_p"),
+  *("seed", "prompt_index", "member"),
+)
+_CURSOR = slice(0, 3)
+_FLOATS = slice(4, 7)
+_IDENTITY = slice(7, 10)
+_STOP_IDS = len(_ROW)
+"""Columns of a slot's row: where the sequence stands, how it samples (as
+bits), who it is, and from here on its stop ids."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Admission:
+  """A sequence to put into a slot: a new request, or one that goes on."""
+
+  slot: int
+  tokens: np.ndarray
+  """i32[T]: the prompt and what was sampled so far."""
+  budget: int
+  """Tokens that may still be sampled, >= 1."""
+  request: Request
+  """Whose sampling settings and identity these are."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeState:
+  """Every slot's cache and row; a slot is free when its budget is 0."""
+
+  keys: Float[Array, "L S C K h"]
+  values: Float[Array, "L S C K h"]
+  rows: Int[Array, "S W"]
+  """Last token, its position and the tokens that may still be sampled; then
+  sampling settings, identity and stop ids (-1 where unused)."""
+
+
+@struct.dataclass
+class Result(engine_api.ResultTokens):
+  """What one dispatch sampled: JetStream's result with logp and version."""
+
+  logp_idx: tuple[int, int] = struct.field(pytree_node=False)
+  """Columns of the log-probabilities, as bits."""
+  version: int = struct.field(pytree_node=False)
+  """Of the weights that sampled."""
+
+  @classmethod
+  def of(cls, data: jax.Array, steps: int, version: int) -> "Result":
+    """Names the columns that `decode` returned."""
+    n = steps
+    return cls(
+      data=data,
+      tokens_idx=(0, n),
+      valid_idx=(n, 2 * n),
+      length_idx=(2 * n, 2 * n + 1),
+      samples_per_slot=1,
+      logp_idx=(2 * n + 1, 3 * n + 1),
+      version=version,
+    )
+
+  def convert_to_numpy(self) -> "Result":
+    """Waits for the result and copies it to the host, once."""
+    return dataclasses.replace(self, data=np.asarray(self.data))
+
+  @property
+  def tokens(self) -> Int[np.ndarray, "S n"]:
+    """Sampled tokens, meaningful where valid."""
+    return self._columns(self.tokens_idx)
+
+  @property
+  def counts(self) -> Int[np.ndarray, " S"]:
+    """Tokens that each slot sampled; they come first in its row."""
+    return self._columns(self.valid_idx).sum(axis=1)
+
+  @property
+  def logp(self) -> Float[np.ndarray, "S n"]:
+    """Under the distribution sampled from."""
+    return self._columns(self.logp_idx).view(np.float32)
+
+  @property
+  def standing(self) -> Int[np.ndarray, " S"]:
+    """How each slot stands: RUNNING, STOPPED or EXHAUSTED."""
+    return self._columns((-1, None))[:, 0]
+
+  def _columns(self, span: tuple[int, int | None]) -> np.ndarray:
+    return np.asarray(self.data)[:, slice(*span)]
+
+
+def empty_state(
+  config: transformer.Config, slots: int, entries: int, max_stop_ids: int
+) -> DecodeState:
+  """A state without a running sequence."""
+  cache = (
+    config.num_layers,
+    slots,
+    entries,
+    config.num_kv_heads,
+    config.head_dim,
+  )
+  return DecodeState(
+    keys=jnp.zeros(cache, config.compute_dtype),
+    values=jnp.zeros(cache, config.compute_dtype),
+    rows=jnp.zeros((slots, _STOP_IDS + max_stop_ids), jnp.int32),
+  )
+
+
+def state_shardings(mesh: jax.sharding.Mesh) -> Any:
+  """Slots over the mesh's data axes, cache heads over its tensor axis."""
+  caches: Any = cache_sharding(mesh)
+  rows: Any = sharding.named(mesh, "slots")
+  return DecodeState(keys=caches, values=caches, rows=rows)
+
+
+def cache_sharding(mesh: jax.sharding.Mesh) -> jax.sharding.NamedSharding:
+  """Of keys and values: in the state, or on their way to it."""
+  return sharding.named(mesh, None, "slots", None, "kv_heads", None)
+
+
+def pack(
+  admissions: Sequence[Admission],
+  *,
+  rows: int,
+  bucket: int,
+  slots: int,
+  max_stop_ids: int,
+) -> Int[np.ndarray, "B _"]:
+  """Lays out sequences: the slot, its row, the padded tokens.
+
+  Unused rows name slot `slots`, which does not exist: inserting drops them.
+  """
+  width = 1 + _STOP_IDS + max_stop_ids
+  packed = np.zeros((rows, width + bucket), np.int32)
+  packed[:, 0] = slots
+  packed[:, 1 + _STOP_IDS : width] = -1
+  floats, unsigned = packed.view(np.float32), packed.view(np.uint32)
+  for i, admission in enumerate(admissions):
+    tokens, request = admission.tokens, admission.request
+    how = request.sampling
+    length = len(tokens)
+    packed[i, :5] = (
+      *(admission.slot, tokens[-1], length - 1),
+      *(admission.budget, how.top_k),
+    )
+    floats[i, 5:8] = how.temperature, how.top_p, how.min_p
+    unsigned[i, 8:11] = request.seed, request.prompt_index, request.member
+    packed[i, 11 : 11 + len(how.stop_ids)] = how.stop_ids
+    packed[i, width : width + length] = tokens
+  return packed
+
+
+def padded_tokens(
+  packed: Int[Array, "B _"], max_stop_ids: int
+) -> Int[Array, "B P"]:
+  """The token columns of packed sequences."""
+  return packed[:, 1 + _STOP_IDS + max_stop_ids :]
+
+
+def insert(
+  state: DecodeState,
+  keys: Float[Array, "L B P K h"],
+  values: Float[Array, "L B P K h"],
+  packed: Int[Array, "B _"],
+) -> DecodeState:
+  """Writes packed sequences, and their prefilled cache, into their slots.
+
+  The entry of the last token and those of the padding are written too; they
+  lie at or after its position, where nothing looks before they are overwritten.
+  """
+  slot, bucket = packed[:, 0], keys.shape[2]
+  rows = packed[:, 1 : 1 + state.rows.shape[1]]
+  return DecodeState(
+    keys=state.keys.at[:, slot, :bucket].set(keys, mode="drop"),
+    values=state.values.at[:, slot, :bucket].set(values, mode="drop"),
+    rows=state.rows.at[slot].set(rows, mode="drop"),
+  )
+
+
+def release(state: DecodeState, freed: Bool[Array, " S"]) -> DecodeState:
+  """Stops the sequences of these slots."""
+  budget = jnp.where(freed, 0, state.rows[:, 2])
+  return dataclasses.replace(state, rows=state.rows.at[:, 2].set(budget))
+
+
+def decode(
+  policy: transformer.Policy,
+  params: transformer.Params,
+  state: DecodeState,
+  steps: int,
+) -> tuple[DecodeState, Int[Array, "S _"]]:
+  """Runs `steps` decode steps; sequences end in the graph.
+
+  A sequence ends with a stop id (which is kept) or when its budget is used up;
+  from then on its slot neither emits nor advances.
+
+  Returns:
+    The state, and i32[S, 3n + 2]: tokens [n], valid [n], length [1],
+    logp as bits [n], and how the slot stands [1].
+  """
+  floats = jax.lax.bitcast_convert_type(state.rows[:, _FLOATS], jnp.float32)
+  temperature, top_p, min_p = floats.T
+  settings = sampling.Settings(
+    temperature=temperature, top_k=state.rows[:, 3], top_p=top_p, min_p=min_p
+  )
+  identity = state.rows[:, _IDENTITY].astype(jnp.uint32)
+  sampling_keys = sampling.identity_keys(*identity.T)
+  stop_ids = state.rows[:, _STOP_IDS:]
+
+  def one_step(carry, _):
+    keys, values, tokens, positions, budget = carry
+    active = budget > 0
+    logits, new = policy.decode(params, tokens, positions, keys, values)
+    sampled, logp = sampling.sample(
+      logits, sampling_keys, positions + 1, settings, active
+    )
+    hit = jnp.any(sampled[:, None] == stop_ids, axis=1) & active
+    entry = jnp.where(active, positions, keys.shape[2])
+    carry = (
+      _write(keys, new[0], entry),
+      _write(values, new[1], entry),
+      jnp.where(active, sampled, tokens),
+      positions + active,
+      jnp.where(hit, 0, budget - active),
+    )
+    return carry, (sampled, active, logp, hit)
+
+  cursor = state.rows[:, _CURSOR].T
+  carry, emitted = jax.lax.scan(
+    one_step, (state.keys, state.values, *cursor), length=steps
+  )
+  keys, values, last, positions, budget = carry
+  tokens, valid, logp, hit = (x.T for x in emitted)
+  ended = valid[:, 0] & (budget == 0)
+  standing = jnp.where(jnp.any(hit, axis=1), STOPPED, EXHAUSTED)
+  columns = (
+    tokens,
+    valid,
+    positions[:, None] + 1,
+    jax.lax.bitcast_convert_type(logp, jnp.int32),
+    jnp.where(ended, standing, RUNNING)[:, None],
+  )
+  packed = jnp.concatenate([c.astype(jnp.int32) for c in columns], axis=1)
+  cursor = jnp.stack([last, positions, budget], axis=1)
+  rows = state.rows.at[:, _CURSOR].set(cursor)
+  return DecodeState(keys=keys, values=values, rows=rows), packed
+
+
+def _write(
+  cache: Float[Array, "L S C K h"],
+  new: Float[Array, "L S K h"],
+  entry: Int[Array, " S"],
+) -> Float[Array, "L S C K h"]:
+  """Writes one entry a slot, out-of-range ones nowhere.
+
+  Slots are a batch dimension of the scatter, so it stays local to the devices
+  that hold them.
+  """
+  dimensions = jax.lax.ScatterDimensionNumbers(
+    update_window_dims=(0, 2, 3),
+    inserted_window_dims=(2,),
+    scatter_dims_to_operand_dims=(2,),
+    operand_batching_dims=(1,),
+    scatter_indices_batching_dims=(0,),
+  )
+  return jax.lax.scatter(
+    cache,
+    entry[:, None],
+    new.astype(cache.dtype),
+    dimensions,
+    indices_are_sorted=True,
+    unique_indices=True,
+    mode=jax.lax.GatherScatterMode.FILL_OR_DROP,
+  )

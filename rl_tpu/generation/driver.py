@@ -1,0 +1,441 @@
+"""Continuous batching: requests in, completions out, weights at any time.
+
+JetStream's Driver runs a thread per stage, cannot swap weights, cancel or
+stop without leaving clients hanging, and may kill its process when the last
+request ends (see `jetstream`). This subclass keeps its place in the serving
+code and replaces the loop. One turn of it:
+
+    cancellations -> weights -> admission -> one dispatch -> record
+
+Everything that changes the batch happens between two dispatches. `step` runs
+a turn in the caller's thread, which makes schedules deterministic; `start`
+runs them in a thread that sleeps while there is nothing to do.
+
+Running sequences meet new weights in one of three ways:
+
+- `recompute` (AReaL, section 2): they are interrupted, their keys and values
+  are computed again from prompt and partial answer under the new weights, and
+  they go on in the same slot with the budget and keys they had;
+- `keep` (PipelineRL): they go on with the keys and values of the old weights;
+- `drain`: they end under the old weights; nothing is admitted meanwhile.
+
+In all three each token's logp and version are those of the weights that
+sampled it (AReaL, proposition 1).
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+import jax
+import numpy as np
+
+from rl_tpu.generation import requests, timeline
+from rl_tpu.generation.engine import PolicyEngine
+from rl_tpu.generation.jetstream import ReportingThread, orchestrator
+from rl_tpu.generation.requests import OpenRequest
+from rl_tpu.types import Completion, Request, Sampling, VersionedParams
+
+Interruption = Literal["recompute", "keep", "drain"]
+INTERRUPTIONS = ("recompute", "keep", "drain")
+
+
+class GenerationDriver(orchestrator.Driver):
+  """Feeds one engine."""
+
+  def __init__(
+    self,
+    engine: PolicyEngine,
+    *,
+    interruption: Interruption = "recompute",
+    clock: Callable[[], float] = time.perf_counter,
+    on_failure: Callable[[BaseException], None] | None = None,
+    decode_sampling: Sampling | None = None,
+  ):
+    """Allocates the decode state; requests wait until weights are given.
+
+    Args:
+      engine: what computes.
+      interruption: what new weights mean for running sequences.
+      clock: of events, in seconds.
+      on_failure: is told, in the failing thread, what ended the loop.
+      decode_sampling: for clients of JetStream's own service, whose requests
+        carry nothing but `max_tokens`; by default temperature 1.
+
+    Raises:
+      ValueError: `interruption` is unknown, or `recompute` could meet a
+        sequence that is longer than the largest prefill bucket.
+    """
+    if interruption not in INTERRUPTIONS:
+      raise ValueError(
+        f"interruption is {interruption!r}; it must be one of {INTERRUPTIONS}"
+      )
+    config = engine.config
+    if interruption == "recompute":
+      longest = config.context_length - 1
+      if config.prefill_buckets[-1] < longest:
+        raise ValueError(
+          f"prefill_buckets is {config.prefill_buckets}; with interruption "
+          f"'recompute' the last must be >= {longest}, the longest sequence "
+          "that can be interrupted"
+        )
+    super().__init__()  # Without engines it starts none of its threads.
+    self._generate_engines = [engine]
+    self._generate_slots = [queue.Queue(config.slots)]
+    for slot in range(config.slots):
+      self._generate_slots[0].put(slot)
+
+    self.engine = engine
+    self.failure: BaseException | None = None
+    self._interruption = interruption
+    self._on_failure = on_failure
+    self._decode_sampling = decode_sampling or Sampling()
+    self._thread: ReportingThread | None = None
+
+    # Of the loop alone.
+    self._state = engine.init_decode_state()
+    self._table = requests.SlotTable(config.slots, config.context_length)
+    self._weights: VersionedParams | None = None
+    self._outbox = requests.Outbox()
+    self._timeline = timeline.Timeline(clock)
+
+    # Of everybody, under this condition.
+    self._changed = threading.Condition()
+    self._waiting: dict[OpenRequest, None] = {}
+    self._cancelled: list[OpenRequest] = []
+    self._pending: VersionedParams | None = None
+    self._paused = False
+    self._turning = False
+    self._arrivals = 0
+
+  # Requests.
+
+  async def generate(self, request: Request) -> Completion:
+    """Completes a request; cancelling the caller frees the slot.
+
+    Callable from any asyncio loop. The budget is cut to what the context
+    leaves; a completion that used it up has stop_reason "length".
+
+    Raises:
+      ValueError: the request cannot be served; says why.
+      RuntimeError: the driver failed or was stopped.
+    """
+    future = asyncio.get_running_loop().create_future()
+    opened = self._open(request, future=future)
+    try:
+      return await future
+    finally:
+      self._cancel(opened)
+
+  def place_request_on_prefill_queue(
+    self, request: orchestrator.ActiveRequest
+  ) -> None:
+    """Takes a request of JetStream's own service; tokens only."""
+    if not isinstance(request.prefill_content, list):
+      self.engine.get_tokenizer()
+    with self._changed:
+      self._arrivals += 1
+      index = self._arrivals
+    sampling = dataclasses.replace(
+      self._decode_sampling, max_tokens=request.max_tokens
+    )
+    tokens = np.asarray(request.prefill_content, np.int32)
+    self._open(
+      Request(prompt_index=index, member=0, tokens=tokens, sampling=sampling),
+      return_channel=request.return_channel,
+    )
+
+  def _open(self, request: Request, **destination) -> OpenRequest:
+    """Checks a request and lets it wait for a slot."""
+    self.engine.check_request(request)
+    room = self.engine.config.context_length - len(request.tokens)
+    opened = OpenRequest(
+      request=request,
+      max_tokens=min(request.sampling.max_tokens, room),
+      **{"return_channel": None, **destination},
+    )
+    with self._changed:
+      self._refuse_when_dead()
+      self._waiting[opened] = None
+      self._changed.notify_all()
+    return opened
+
+  def _cancel(self, opened: OpenRequest) -> None:
+    """Withdraws a request, unless it ended."""
+    with self._changed:
+      if opened.ended:
+        return
+      opened.ended = True
+      self._timeline.sums.cancellations += 1
+      if opened.slot < 0:
+        self._waiting.pop(opened, None)
+      else:
+        self._cancelled.append(opened)
+        self._changed.notify_all()
+
+  # Control.
+
+  def update(self, weights: VersionedParams) -> None:
+    """Puts weights into service at the next dispatch boundary; thread-safe.
+
+    Of several that come before the boundary only the newest is used.
+
+    Raises:
+      ValueError: the weights are not of this model, not on the engine's mesh,
+        or not newer than those already given.
+      RuntimeError: the driver failed or was stopped.
+    """
+    self.engine.check_params(weights.params)
+    with self._changed:
+      self._refuse_when_dead()
+      newest = self._pending or self._weights
+      if newest is not None and weights.version <= newest.version:
+        raise ValueError(
+          f"weights have version {weights.version}; it must be greater than "
+          f"{newest.version}, which was given before"
+        )
+      self._pending = weights
+      self._changed.notify_all()
+
+  def pause(self) -> None:
+    """Stops after the dispatch that is running, and waits for its end."""
+    with self._changed:
+      self._paused = True
+      if threading.current_thread() is not self._thread:
+        self._changed.wait_for(lambda: not self._turning)
+
+  def resume(self) -> None:
+    """Goes on after `pause`."""
+    with self._changed:
+      self._paused = False
+      self._changed.notify_all()
+
+  def warm_up(self) -> None:
+    """Compiles every program; to be called after the first `update`.
+
+    Raises:
+      RuntimeError: there are no weights, or the loop runs already.
+    """
+    weights = self._pending or self._weights
+    if weights is None or self._thread is not None:
+      raise RuntimeError("warm_up belongs between the first update and start")
+    self._state = self.engine.warm_up(weights, self._state)
+
+  def start(self) -> None:
+    """Runs the loop in its own thread until `stop`."""
+    with self._changed:
+      self._refuse_when_dead()
+      if self._thread is not None:
+        raise RuntimeError("the driver was started already")
+      self._thread = ReportingThread(
+        target=self._run, name="generation", daemon=True
+      )
+      self._thread.start()
+
+  def stop(self) -> None:
+    """Ends the loop; requests that are open fail. May be called again."""
+    with self._changed:
+      self.live = False
+      self._changed.notify_all()
+    thread = self._thread
+    if thread is not None and thread is not threading.current_thread():
+      thread.join()
+    self._fail_open("the generation driver was stopped", None)
+
+  def step(self) -> bool:
+    """Runs one turn here; returns whether there was anything to do.
+
+    Raises:
+      RuntimeError: the loop has its own thread, or the driver is dead.
+      Exception: what went wrong in the turn; open requests fail with it.
+    """
+    if self._thread is not None:
+      raise RuntimeError("step is for drivers that were not started")
+    self._refuse_when_dead()
+    with self._failure_handed_on():
+      worked = self._turn()
+      self._outbox.deliver()
+    return worked
+
+  # Figures.
+
+  @property
+  def version(self) -> int | None:
+    """Of the weights in service."""
+    weights = self._weights
+    return None if weights is None else weights.version
+
+  @property
+  def free_slots(self) -> int:
+    """Slots that no request holds."""
+    return self._generate_slots[0].qsize()
+
+  @property
+  def waiting(self) -> int:
+    """Requests that wait for a slot."""
+    return len(self._waiting)
+
+  def counters(self) -> timeline.Counters:
+    """A copy of the sums so far."""
+    return self._timeline.counters()
+
+  def take_events(self) -> list[timeline.Event]:
+    """The events since the last call, oldest first."""
+    return self._timeline.take_events()
+
+  # The loop.
+
+  def _run(self) -> None:
+    with self._failure_handed_on():
+      while self.live:
+        if not self._turn():
+          self._outbox.deliver()
+          with self._changed:
+            self._changed.wait_for(lambda: not self.live or self._ready())
+      self._outbox.deliver()
+
+  def _ready(self) -> bool:
+    """Whether a turn would do something."""
+    weights = self._pending or self._weights
+    work = (
+      self._cancelled
+      or self._pending
+      or not self._table.empty
+      or (self._waiting and weights)
+    )
+    return bool(work) and not self._paused
+
+  def _turn(self) -> bool:
+    with self._changed:
+      if not self._ready():
+        return False
+      self._turning = True
+      freed = self._collect_cancelled()
+      weights = self._collect_weights()
+      running = self._table.running
+      admitted = self._collect_waiting(weights)
+    try:
+      if freed:
+        self._state = self.engine.release(self._state, freed)
+      if weights is not None:
+        self._swap(weights, running)
+      if admitted:
+        with self._timeline.during("prefill"):
+          self._admit(admitted)
+        self._timeline.sums.prompts += len(admitted)
+      if not self._table.empty:
+        self._dispatch()
+    finally:
+      with self._changed:
+        self._turning = False
+        self._changed.notify_all()
+    return True
+
+  def _collect_cancelled(self) -> list[int]:
+    """Frees the slots of cancelled requests."""
+    gone = [opened for opened in self._table.running if opened.client_gone]
+    self._timeline.sums.cancellations += len(gone)
+    freed = []
+    for opened in (*self._cancelled, *gone):
+      if self._table.holds(opened):
+        freed.append(self._free(opened))
+    self._cancelled = []
+    return freed
+
+  def _collect_weights(self) -> VersionedParams | None:
+    """Weights whose time has come."""
+    if self._interruption == "drain" and not self._table.empty:
+      return None
+    weights, self._pending = self._pending, None
+    return weights
+
+  def _collect_waiting(
+    self, weights: VersionedParams | None
+  ) -> list[OpenRequest]:
+    """Gives free slots to the requests that came first."""
+    draining = self._pending is not None
+    if draining or not (weights or self._weights):
+      return []
+    admitted = []
+    while self._waiting and self.free_slots:
+      opened = next(iter(self._waiting))
+      del self._waiting[opened]
+      self._table.place(opened, self._generate_slots[0].get_nowait())
+      admitted.append(opened)
+    return admitted
+
+  def _swap(self, weights: VersionedParams, running: list[OpenRequest]) -> None:
+    """Puts weights into service; interrupts what runs if that is the rule."""
+    with self._timeline.during("weights"):
+      self._weights = weights
+      self._timeline.sums.updates += 1
+      if self._interruption == "recompute" and running:
+        tokens = self._admit(running)
+        self._timeline.sums.interruptions += len(running)
+        self._timeline.sums.recomputed_tokens += tokens
+
+  def _admit(self, sequences: list[OpenRequest]) -> int:
+    """Prefills sequences into their slots; returns how many tokens."""
+    assert self._weights is not None
+    admissions = [self._table.admission(one) for one in sequences]
+    self._state = self.engine.admit(self._weights, self._state, admissions)
+    jax.block_until_ready(self._state)
+    return sum(len(admission.tokens) for admission in admissions)
+
+  def _dispatch(self) -> None:
+    """Samples, and hands over the last dispatch's completions meanwhile."""
+    assert self._weights is not None
+    with self._timeline.during("generate"):
+      self._state, result = self.engine.generate(self._weights, self._state)
+      self._outbox.deliver()
+      result = result.convert_to_numpy()
+    self._timeline.sums.tokens += self._table.record(result)
+    self._table.stream(result)
+    with self._changed:
+      for opened, completion in self._table.ended(result):
+        self._free(opened)
+        if not opened.ended:
+          self._timeline.sums.completions += 1
+          self._outbox.post(opened, completion)
+
+  def _free(self, opened: OpenRequest) -> int:
+    slot = self._table.free(opened)
+    self._generate_slots[0].put(slot)
+    return slot
+
+  # Failure.
+
+  @contextlib.contextmanager
+  def _failure_handed_on(self) -> Iterator[None]:
+    """Fails every open request with what goes wrong inside, and raises it."""
+    try:
+      yield
+    except BaseException as error:
+      with self._changed:
+        self.live = False
+        self.failure = error
+      self._fail_open("the generation driver failed", error)
+      if self._on_failure is not None:
+        self._on_failure(error)
+      raise
+
+  def _fail_open(self, message: str, cause: BaseException | None) -> None:
+    with self._changed:
+      for opened in (*self._waiting, *self._table.running):
+        if not opened.ended:
+          error = RuntimeError(message)
+          error.__cause__ = cause
+          self._outbox.post(opened, error)
+      self._waiting.clear()
+    self._outbox.deliver()
+
+  def _refuse_when_dead(self) -> None:
+    if self.failure is not None:
+      raise RuntimeError("the generation driver failed") from self.failure
+    if not self.live:
+      raise RuntimeError("the generation driver was stopped")

@@ -1,0 +1,433 @@
+"""The policy behind JetStream's Engine interface, on its own mesh.
+
+One class, no fork of the model: prefill, insertion and decoding are the
+functions of `decoding` around a `transformer.Policy`, jitted with shardings,
+the decode state donated. Parameters are always a `types.VersionedParams`, and
+every result is stamped with the version of the weights that this dispatch was
+given: reading it later, at delivery, would name the wrong one.
+
+Shapes are few: one program per (prefill bucket, batch of sequences) and one
+for decoding; `warm_up` compiles them all.
+
+Beside JetStream's interface, whose insertion takes one sequence and no
+sampling settings, `admit` prefills and inserts many at once, `release` frees
+slots, and `check_request` and `check_params` refuse what the engine cannot
+serve.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import jax
+import numpy as np
+from flax import struct
+
+from rl_tpu import sharding
+from rl_tpu.generation import decoding
+from rl_tpu.generation.decoding import Admission, DecodeState
+from rl_tpu.generation.jetstream import engine_api
+from rl_tpu.models import transformer
+from rl_tpu.types import Request, Sampling, VersionedParams
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+  """Sizes of one engine; each costs memory or a compilation."""
+
+  slots: int = 32
+  """Sequences decoded together, >= 1; divides over the mesh's data axes."""
+  context_length: int = 64
+  """Most tokens of one sequence, prompt included, >= 2."""
+  prefill_buckets: tuple[int, ...] = (16, 32, 64)
+  """Lengths that prompts are padded to, ascending. The last one limits the
+  prompt; it must reach context_length for interrupted sequences to go on."""
+  prefill_batches: tuple[int, ...] = (1, 8, 32)
+  """Numbers of sequences inserted together, ascending; each is a program for
+  each bucket. Rounded up to what the mesh's data axes divide."""
+  steps_per_dispatch: int = 2
+  """Decode steps of one call, >= 1. More spare host time; but new weights,
+  cancellations and free slots wait for the end of a dispatch."""
+  max_stop_ids: int = 4
+  """Most stop ids of one request, >= 1."""
+
+  def __post_init__(self):
+    for name, least in (
+      ("slots", 1),
+      ("context_length", 2),
+      ("steps_per_dispatch", 1),
+      ("max_stop_ids", 1),
+    ):
+      if getattr(self, name) < least:
+        raise ValueError(
+          f"{name} is {getattr(self, name)}; it must be >= {least}"
+        )
+    for name in ("prefill_buckets", "prefill_batches"):
+      sizes = getattr(self, name)
+      if not sizes or sizes[0] < 1 or list(sizes) != sorted(set(sizes)):
+        raise ValueError(
+          f"{name} is {sizes}; it must hold ascending numbers >= 1"
+        )
+
+  @property
+  def max_prompt_length(self) -> int:
+    """Longest prompt: it fits a bucket and leaves room for a token."""
+    return min(self.prefill_buckets[-1], self.context_length - 1)
+
+  def bucket(self, length: int) -> int:
+    """The smallest bucket that holds `length` tokens.
+
+    Raises:
+      ValueError: there is none.
+    """
+    for bucket in self.prefill_buckets:
+      if length <= bucket:
+        return bucket
+    raise ValueError(
+      f"a prompt of {length} tokens does not fit the largest prefill bucket, "
+      f"{self.prefill_buckets[-1]}; add a bucket or shorten the prompt"
+    )
+
+
+@struct.dataclass
+class Prefix:
+  """One prefilled sequence, waiting for a slot."""
+
+  keys: Any
+  values: Any
+  packed: Any
+
+
+class _Programs(NamedTuple):
+  """The jitted functions of one (policy, config, mesh)."""
+
+  empty_state: Callable[[], DecodeState]
+  prefill: Callable[..., Any]
+  insert: Callable[..., DecodeState]
+  admit: Callable[..., DecodeState]
+  release: Callable[..., DecodeState]
+  decode: Callable[..., tuple[DecodeState, jax.Array]]
+
+
+@functools.lru_cache
+def _programs(
+  policy: transformer.Policy, config: Config, mesh: jax.sharding.Mesh
+) -> _Programs:
+  """Jits the functions; engines of equal arguments share the compilations."""
+  whole = sharding.named(mesh)
+  weights = policy.param_shardings(mesh)
+  caches = decoding.cache_sharding(mesh)
+  entries = max(config.context_length, config.prefill_buckets[-1])
+
+  def empty_state():
+    return decoding.empty_state(
+      policy.config, config.slots, entries, config.max_stop_ids
+    )
+
+  states = decoding.state_shardings(mesh)
+
+  def prefill(params, packed):
+    tokens = decoding.padded_tokens(packed, config.max_stop_ids)
+    return policy.prefill(params, tokens)
+
+  def insert(state, keys, values, packed):
+    return decoding.insert(state, keys, values, packed)
+
+  def admit(params, state, packed):
+    return insert(state, *prefill(params, packed), packed)
+
+  def decode(params, state):
+    return decoding.decode(policy, params, state, config.steps_per_dispatch)
+
+  return _Programs(
+    empty_state=jax.jit(empty_state, out_shardings=states),
+    prefill=jax.jit(
+      prefill, in_shardings=(weights, whole), out_shardings=(caches, caches)
+    ),
+    insert=jax.jit(
+      insert,
+      in_shardings=(states, caches, caches, whole),
+      out_shardings=states,
+      donate_argnums=0,
+    ),
+    admit=jax.jit(
+      admit,
+      in_shardings=(weights, states, whole),
+      out_shardings=states,
+      donate_argnums=1,
+    ),
+    release=jax.jit(
+      decoding.release,
+      in_shardings=(states, whole),
+      out_shardings=states,
+      donate_argnums=0,
+    ),
+    decode=jax.jit(
+      decode,
+      in_shardings=(weights, states),
+      out_shardings=(states, whole),
+      donate_argnums=1,
+    ),
+  )
+
+
+class PolicyEngine(engine_api.Engine):
+  """Serves one policy on one mesh."""
+
+  def __init__(
+    self,
+    policy: transformer.Policy,
+    mesh: jax.sharding.Mesh,
+    config: Config,
+  ):
+    """Prepares the programs; nothing is compiled or allocated yet.
+
+    Raises:
+      ValueError: slots or weights do not divide over the mesh.
+    """
+    ways = math.prod(mesh.shape[axis] for axis in sharding.RULES["slots"])
+    if config.slots % ways:
+      raise ValueError(
+        f"slots is {config.slots}; it must be a multiple of {ways}, the size "
+        f"of mesh axes {sharding.RULES['slots']}"
+      )
+    self.policy = policy
+    self.config = config
+    self._mesh = mesh
+    self._shardings = policy.param_shardings(mesh)
+    self._programs = _programs(policy, config, mesh)
+    self._batches = sorted(
+      {-(-min(n, config.slots) // ways) * ways for n in config.prefill_batches}
+    )
+
+  # What JetStream asks of an engine.
+
+  def load_params(self, params: Any, version: int = 0) -> VersionedParams:
+    """Copies weights to this engine's mesh and names their version."""
+    return VersionedParams(
+      version=version, params=sharding.reshard(params, self._shardings)
+    )
+
+  def init_decode_state(self) -> DecodeState:
+    """A decode state with every slot free."""
+    with jax.set_mesh(self._mesh):
+      return self._programs.empty_state()
+
+  def prefill(
+    self,
+    *,
+    params: VersionedParams,
+    existing_prefix: Prefix | None = None,
+    padded_tokens: jax.Array | np.ndarray,
+    true_length: int,
+    request: Request | None = None,
+  ) -> Prefix:
+    """Keys and values of one sequence.
+
+    Args:
+      params: weights.
+      existing_prefix: not offered.
+      padded_tokens: i32[>= true_length]; what follows the length is ignored.
+      true_length: tokens that count.
+      request: sampling settings and identity; JetStream's callers have none,
+        and get the defaults with the whole context as budget.
+    """
+    if existing_prefix is not None:
+      raise NotImplementedError("existing_prefix is not supported; pass None")
+    tokens = np.asarray(padded_tokens)[:true_length].astype(np.int32)
+    room = self.config.context_length - true_length
+    request = request or Request(
+      prompt_index=0,
+      member=0,
+      tokens=tokens,
+      sampling=Sampling(max_tokens=max(room, 1)),
+    )
+    self.check_request(request)
+    budget = min(request.sampling.max_tokens, room)
+    one = Admission(slot=0, tokens=tokens, budget=budget, request=request)
+    packed = self._pack([one], self.config.bucket(true_length))
+    with jax.set_mesh(self._mesh):
+      keys, values = self._programs.prefill(params.params, packed)
+    return Prefix(keys=keys, values=values, packed=packed)
+
+  def insert(
+    self, prefix: Prefix, decode_state: DecodeState, slot: int
+  ) -> DecodeState:
+    """Puts a prefilled sequence into a slot; the given state is used up."""
+    packed = np.array(prefix.packed)
+    packed[0, 0] = slot
+    with jax.set_mesh(self._mesh):
+      return self._programs.insert(
+        decode_state, prefix.keys, prefix.values, packed
+      )
+
+  def generate(
+    self, params: VersionedParams, decode_state: DecodeState
+  ) -> tuple[DecodeState, decoding.Result]:
+    """Samples up to `steps_per_dispatch` tokens in every active slot.
+
+    Returns before the devices are done; the given state is used up.
+    """
+    with jax.set_mesh(self._mesh):
+      state, data = self._programs.decode(params.params, decode_state)
+    steps = self.config.steps_per_dispatch
+    return state, decoding.Result.of(data, steps, params.version)
+
+  def get_prefix_destination_sharding(self) -> Prefix:
+    """Where `insert` wants a prefix that was computed elsewhere."""
+    caches = decoding.cache_sharding(self._mesh)
+    return Prefix(keys=caches, values=caches, packed=sharding.named(self._mesh))
+
+  def get_tokenizer(self) -> NoReturn:
+    """There is none: token in, token out.
+
+    Raises:
+      NotImplementedError: always.
+    """
+    raise NotImplementedError(
+      "this engine speaks token ids only; tokenize at the client and send "
+      "token_content"
+    )
+
+  @property
+  def max_concurrent_decodes(self) -> int:
+    """Number of slots."""
+    return self.config.slots
+
+  @property
+  def samples_per_slot(self) -> int:
+    """Sequences of one slot."""
+    return 1
+
+  @property
+  def max_prefill_length(self) -> int:
+    """Longest prompt accepted."""
+    return self.config.max_prompt_length
+
+  @property
+  def mesh(self) -> jax.sharding.Mesh:
+    """Devices that hold weights and decode state."""
+    return self._mesh
+
+  @property
+  def colocated_cpus(self) -> None:
+    """Not used."""
+    return None
+
+  # What JetStream lacks.
+
+  def admit(
+    self,
+    params: VersionedParams,
+    state: DecodeState,
+    admissions: Sequence[Admission],
+  ) -> DecodeState:
+    """Prefills and inserts sequences, those of one bucket together.
+
+    Returns before the devices are done; the given state is used up.
+    """
+    by_bucket: dict[int, list[Admission]] = {}
+    for admission in admissions:
+      bucket = self.config.bucket(len(admission.tokens))
+      by_bucket.setdefault(bucket, []).append(admission)
+    most = self._batches[-1]
+    with jax.set_mesh(self._mesh):
+      for bucket, members in by_bucket.items():
+        for first in range(0, len(members), most):
+          packed = self._pack(members[first : first + most], bucket)
+          state = self._programs.admit(params.params, state, packed)
+    return state
+
+  def release(self, state: DecodeState, slots: Sequence[int]) -> DecodeState:
+    """Frees slots whose sequences are not wanted any more."""
+    freed = np.zeros(self.config.slots, bool)
+    freed[list(slots)] = True
+    with jax.set_mesh(self._mesh):
+      return self._programs.release(state, freed)
+
+  def warm_up(self, params: VersionedParams, state: DecodeState) -> DecodeState:
+    """Compiles every program by running it without a sequence."""
+    for bucket in self.config.prefill_buckets:
+      for rows in self._batches:
+        packed = self._pack([], bucket, rows)
+        with jax.set_mesh(self._mesh):
+          state = self._programs.admit(params.params, state, packed)
+    state, _ = self.generate(params, self.release(state, []))
+    return jax.block_until_ready(state)
+
+  def check_request(self, request: Request) -> None:
+    """Refuses what cannot be served.
+
+    Raises:
+      ValueError: the prompt is empty, too long or outside the vocabulary; too
+        many stop ids; an identity that does not fit 32 bits.
+    """
+    tokens, config = np.asarray(request.tokens), self.config
+    if tokens.ndim != 1 or not len(tokens):
+      raise ValueError(
+        f"a prompt has shape {tokens.shape}; it must be [P] with P >= 1"
+      )
+    config.bucket(len(tokens))
+    if len(tokens) > config.max_prompt_length:
+      raise ValueError(
+        f"a prompt of {len(tokens)} tokens leaves no room in the context of "
+        f"{config.context_length}; prompts may have {config.max_prompt_length}"
+      )
+    vocabulary = self.policy.config.vocab_size
+    if tokens.min() < 0 or tokens.max() >= vocabulary:
+      raise ValueError(
+        f"a prompt holds token ids from {tokens.min()} to {tokens.max()}; "
+        f"they must be in [0, {vocabulary})"
+      )
+    if len(request.sampling.stop_ids) > config.max_stop_ids:
+      raise ValueError(
+        f"a request has {len(request.sampling.stop_ids)} stop ids; at most "
+        f"{config.max_stop_ids} are allowed (max_stop_ids)"
+      )
+    for name in ("seed", "prompt_index", "member"):
+      if not 0 <= getattr(request, name) < 2**32:
+        raise ValueError(
+          f"{name} is {getattr(request, name)}; it must be in [0, 2**32)"
+        )
+
+  def check_params(self, params: Any) -> None:
+    """Refuses weights of another model, or in another place.
+
+    Raises:
+      ValueError: names, shapes or dtypes differ from the policy's, or an array
+        does not lie on this engine's mesh as it should.
+    """
+    expected = self.policy.abstract_params()
+    names, known = jax.tree.structure(params), jax.tree.structure(expected)
+    if names != known:
+      raise ValueError(f"weights are named {names}; they must be {known}")
+
+    def check(path, leaf, like, wanted):
+      name = jax.tree_util.keystr(path)
+      if (leaf.shape, leaf.dtype) != (like.shape, like.dtype):
+        raise ValueError(
+          f"weight {name} is {leaf.dtype}{leaf.shape}; "
+          f"it must be {like.dtype}{like.shape}"
+        )
+      if not leaf.sharding.is_equivalent_to(wanted, leaf.ndim):
+        raise ValueError(
+          f"weight {name} lies at {leaf.sharding}; it must be at {wanted}: "
+          "move it with load_params first"
+        )
+
+    jax.tree_util.tree_map_with_path(check, params, expected, self._shardings)
+
+  def _pack(
+    self, admissions: Sequence[Admission], bucket: int, rows: int = 0
+  ) -> np.ndarray:
+    """Packs into the smallest batch that holds the admissions and `rows`."""
+    needed = max(len(admissions), rows)
+    return decoding.pack(
+      admissions,
+      rows=next(n for n in self._batches if n >= needed),
+      bucket=bucket,
+      slots=self.config.slots,
+      max_stop_ids=self.config.max_stop_ids,
+    )

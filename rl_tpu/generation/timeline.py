@@ -1,0 +1,71 @@
+"""What a generator did and when: sums, and intervals for a timeline."""
+
+import collections
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+Kind = Literal["generate", "prefill", "weights"]
+"""What the devices were busy with; `weights` includes recomputing the keys and
+values of interrupted sequences."""
+
+Event = tuple[float, float, Kind]
+"""Start and end, in seconds of the injected clock."""
+
+_MOST_EVENTS = 100_000
+"""Events kept while nobody takes them; the oldest are dropped."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class Counters:
+  """Sums since the generator was made."""
+
+  tokens: int = 0
+  """Sampled tokens."""
+  prompts: int = 0
+  """Requests prefilled, not counting interrupted ones."""
+  completions: int = 0
+  """Requests that ended by themselves."""
+  cancellations: int = 0
+  """Requests that were cancelled, waiting or running."""
+  updates: int = 0
+  """Weights put into service."""
+  interruptions: int = 0
+  """Running sequences that were interrupted by new weights."""
+  recomputed_tokens: int = 0
+  """Tokens prefilled again after an interruption."""
+  busy_seconds: float = 0.0
+  """Time spent in events."""
+  idle_seconds: float = 0.0
+  """The rest."""
+
+
+class Timeline:
+  """Counts and times; written by one thread, read by any."""
+
+  def __init__(self, clock: Callable[[], float]):
+    self.sums = Counters()
+    self._clock = clock
+    self._began = clock()
+    self._events = collections.deque[Event](maxlen=_MOST_EVENTS)
+
+  @contextlib.contextmanager
+  def during(self, kind: Kind) -> Iterator[None]:
+    """Records the time until the block ends; a failed block leaves none."""
+    start = self._clock()
+    yield
+    end = self._clock()
+    self._events.append((start, end, kind))
+    self.sums.busy_seconds += end - start
+
+  def counters(self) -> Counters:
+    """A copy of the sums so far."""
+    elapsed = self._clock() - self._began
+    return dataclasses.replace(
+      self.sums, idle_seconds=elapsed - self.sums.busy_seconds
+    )
+
+  def take_events(self) -> list[Event]:
+    """The events since the last call, oldest first."""
+    return [self._events.popleft() for _ in range(len(self._events))]

@@ -1,0 +1,353 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from bigram import CONFIG, ask, make_engine, one_device_mesh, script, uniform
+
+from rl_tpu import ops, sharding
+from rl_tpu.generation import decoding, engine
+from rl_tpu.generation.decoding import Admission
+from rl_tpu.models import transformer
+from rl_tpu.types import VersionedParams
+
+POLICY = transformer.Policy(
+  transformer.Config(
+    vocab_size=64,
+    d_model=16,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    d_ff=32,
+  )
+)
+INIT = jax.jit(POLICY.init)
+REQUESTS = [
+  ask(3, 1, 4, index=0, max_tokens=6),
+  ask(1, 5, 9, 2, 6, index=1, max_tokens=7, temperature=0.5),
+  ask(5, index=2, max_tokens=4, temperature=1.3, member=3),
+]
+
+
+def policy_engine(mesh=None, **changes):
+  config = dataclasses.replace(CONFIG, **changes)
+  return engine.PolicyEngine(POLICY, mesh or one_device_mesh(), config)
+
+
+def admission(slot, request, tokens=None, budget=None):
+  return Admission(
+    slot=slot,
+    tokens=request.tokens if tokens is None else tokens,
+    budget=budget or request.sampling.max_tokens,
+    request=request,
+  )
+
+
+def play(served, weights, admissions, state=None):
+  """Runs sequences to their end: {slot: (tokens, logp, standing)}."""
+  state = served.init_decode_state() if state is None else state
+  state = served.admit(weights, state, admissions)
+  tokens = {a.slot: [] for a in admissions}
+  logp = {a.slot: [] for a in admissions}
+  standing = {}
+  for _ in range(40):
+    state, result = served.generate(weights, state)
+    result = result.convert_to_numpy()
+    for slot, count in enumerate(result.counts):
+      if count:
+        tokens[slot] += result.tokens[slot, :count].tolist()
+        logp[slot] += result.logp[slot, :count].tolist()
+        if result.standing[slot]:
+          standing[slot] = int(result.standing[slot])
+  assert len(standing) == len(admissions), "a sequence does not end"
+  return {slot: (tokens[slot], logp[slot], standing[slot]) for slot in tokens}
+
+
+def full_forward_logp(params, prompt, sampled, temperature):
+  tokens = jnp.asarray([[*prompt, *sampled]])
+  positions = jnp.arange(tokens.shape[1])[None]
+  hidden = POLICY.hidden(params, tokens, positions, jnp.zeros_like(tokens))
+  logp = ops.token_logp(POLICY.logits(params, hidden), tokens, temperature)
+  return np.asarray(logp)[0, len(prompt) :]
+
+
+@pytest.fixture(scope="module")
+def served():
+  return policy_engine()
+
+
+@pytest.fixture(scope="module")
+def weights(served):
+  return served.load_params(INIT(jax.random.key(0)), version=3)
+
+
+@pytest.fixture(scope="module")
+def played(served, weights):
+  admissions = [admission(i, r) for i, r in enumerate(REQUESTS)]
+  return play(served, weights, admissions)
+
+
+def test_cached_decode_is_the_full_forward_at_every_temperature(
+  played, weights
+):
+  for slot, request in enumerate(REQUESTS):
+    tokens, logp, _ = played[slot]
+    assert len(tokens) == request.sampling.max_tokens
+    expected = full_forward_logp(
+      weights.params, request.tokens, tokens, request.sampling.temperature
+    )
+    np.testing.assert_allclose(logp, expected, atol=1e-4)
+
+
+def test_a_sample_does_not_depend_on_slot_company_or_sizes(played, weights):
+  other = policy_engine(slots=2, steps_per_dispatch=3, prefill_buckets=(16,))
+  for slot, request in enumerate(REQUESTS):
+    alone = play(other, weights, [admission(1, request)])[1]
+    assert alone[0] == played[slot][0]
+    np.testing.assert_allclose(alone[1], played[slot][1], atol=1e-5)
+
+
+def test_a_2x2_mesh_samples_what_one_device_samples(played, weights):
+  mesh = sharding.make_mesh(sharding.MeshShape(fsdp=2, tensor=2), jax.devices())
+  spread = policy_engine(mesh)
+  moved = spread.load_params(weights.params, version=3)
+  spread.check_params(moved.params)
+  assert len(moved.params["embedding"].sharding.device_set) == 4
+  order = [3, 0, 2]
+  admissions = [admission(s, r) for s, r in zip(order, REQUESTS, strict=True)]
+  result = play(spread, moved, admissions)
+  for slot, there in zip(order, range(3), strict=True):
+    assert result[slot][0] == played[there][0]
+    np.testing.assert_allclose(result[slot][1], played[there][1], atol=1e-5)
+
+
+def test_a_resumed_sequence_goes_on_as_if_it_had_never_stopped(
+  served, played, weights
+):
+  request = REQUESTS[1]
+  tokens, logp, _ = played[1]
+  partial = np.asarray([*request.tokens, *tokens[:3]], np.int32)
+  rest = play(served, weights, [admission(2, request, partial, 4)])[2]
+  assert rest[0] == tokens[3:]
+  np.testing.assert_allclose(rest[1], logp[3:], atol=1e-5)
+
+
+def test_a_slot_used_before_gives_what_a_fresh_one_gives(
+  served, played, weights
+):
+  state = served.init_decode_state()
+  long = ask(*range(9), index=9, max_tokens=7)
+  state = served.admit(weights, state, [admission(0, long)])
+  for _ in range(2):
+    state, _ = served.generate(weights, state)
+  again = play(served, weights, [admission(0, REQUESTS[0])], state)
+  assert again[0][0] == played[0][0]
+
+
+def test_jetstreams_own_calls_agree_with_admit(served, played, weights):
+  request = REQUESTS[0]
+  padded = np.zeros(8, np.int32)
+  padded[: len(request.tokens)] = request.tokens
+  prefix = served.prefill(
+    params=weights,
+    padded_tokens=padded,
+    true_length=len(request.tokens),
+    request=request,
+  )
+  state = served.insert(prefix, served.init_decode_state(), slot=2)
+  _, result = served.generate(weights, state)
+  result = result.convert_to_numpy()
+  assert result.tokens[2].tolist() == played[0][0][:2]
+  assert result.version == 3
+  data = result.get_result_at_slot(2)
+  assert data.tokens.tolist() == [played[0][0][:2]]
+  assert data.valid.tolist() == [[1, 1]]
+  assert data.lengths.tolist() == [len(request.tokens) + 2]
+
+
+def test_released_slots_emit_nothing_and_the_others_go_on(
+  served, played, weights
+):
+  state = served.init_decode_state()
+  admissions = [admission(i, r) for i, r in enumerate(REQUESTS)]
+  state = served.admit(weights, state, admissions)
+  state = served.release(state, [0, 2])
+  _, result = served.generate(weights, state)
+  result = result.convert_to_numpy()
+  assert result.counts.tolist() == [0, 2, 0, 0]
+  assert result.tokens[1].tolist() == played[1][0][:2]
+
+
+def test_more_sequences_than_the_largest_batch_are_all_inserted(weights):
+  small = policy_engine(prefill_batches=(1, 2))
+  admissions = [
+    admission(i, ask(1 + i, index=i, max_tokens=2)) for i in range(4)
+  ]
+  assert len(play(small, weights, admissions)) == 4
+
+
+def test_h03_a_stop_id_that_is_also_the_pad_id_is_kept():
+  served = make_engine()
+  weights = served.load_params(script(4, 5, 6, 2))
+  request = ask(4, max_tokens=8, stop_ids=(2,))
+  tokens, logp, standing = play(served, weights, [admission(0, request)])[0]
+  assert tokens == [5, 6, 2]
+  assert len(logp) == 3
+  assert standing == decoding.STOPPED
+
+
+def test_h03_without_stop_ids_an_eos_inside_does_not_end_the_answer():
+  served = make_engine()
+  table = script(3, 5, 2, 6)
+  table["table"][6, 2] = 1e4
+  request = ask(3, max_tokens=4)
+  tokens, logp, standing = play(
+    served, served.load_params(table), [admission(1, request)]
+  )[1]
+  assert tokens == [5, 2, 6, 2]
+  assert len(logp) == 4
+  assert standing == decoding.EXHAUSTED
+
+
+def test_h06_any_of_several_stop_ids_ends_the_answer_and_is_kept():
+  served = make_engine()
+  weights = served.load_params(script(4, 5, 6, 7, 8))
+  request = ask(4, max_tokens=8, stop_ids=(2, 7))
+  tokens, logp, standing = play(served, weights, [admission(0, request)])[0]
+  assert tokens == [5, 6, 7]
+  assert len(logp) == 3
+  assert standing == decoding.STOPPED
+
+
+def test_a_stop_id_as_the_last_token_of_the_budget_counts_as_stop():
+  served = make_engine()
+  weights = served.load_params(script(4, 5, 6))
+  request = ask(4, max_tokens=2, stop_ids=(6,))
+  assert play(served, weights, [admission(0, request)])[0][2] == (
+    decoding.STOPPED
+  )
+
+
+def test_x18_8_members_give_8_answers_the_same_on_another_slot_count():
+  answers = []
+  for slots in (8, 3):
+    config = engine.Config(
+      slots=slots,
+      context_length=32,
+      prefill_buckets=(4,),
+      prefill_batches=(slots,),
+      steps_per_dispatch=4,
+    )
+    served = make_engine(config, vocab_size=1000)
+    weights = served.load_params(uniform(1000))
+    members = [ask(1, member=m, max_tokens=20) for m in range(8)]
+    answer = {}
+    for first in range(0, 8, slots):
+      batch = members[first : first + slots]
+      result = play(
+        served, weights, [admission(i, r) for i, r in enumerate(batch)]
+      )
+      answer |= {first + i: tuple(result[i][0]) for i in result}
+    answers.append(answer)
+  assert answers[0] == answers[1]
+  assert len(set(answers[0].values())) == 8
+  assert {len(a) for a in answers[0].values()} == {20}
+
+
+@pytest.mark.parametrize(("length", "bucket"), [(4, 4), (5, 8), (16, 16)])
+def test_h13_a_prompt_goes_to_the_smallest_bucket_that_holds_it(length, bucket):
+  assert CONFIG.bucket(length) == bucket
+
+
+def test_h13_17_tokens_are_refused_by_a_largest_bucket_of_16():
+  served = make_engine(dataclasses.replace(CONFIG, context_length=32))
+  served.check_request(ask(*[1] * 16))
+  with pytest.raises(ValueError, match=r"17 tokens.*16"):
+    served.check_request(ask(*[1] * 17))
+
+
+def test_h13_the_limit_is_on_the_true_length_not_on_the_bucket():
+  config = dataclasses.replace(CONFIG, context_length=7, prefill_buckets=(4, 8))
+  served = make_engine(config)
+  served.check_request(ask(*[1] * 6))
+  with pytest.raises(ValueError, match=r"7 tokens.*6"):
+    served.check_request(ask(*[1] * 7))
+
+
+@pytest.mark.parametrize(
+  ("request_", "message"),
+  [
+    (ask(), r"P >= 1"),
+    (ask(1, 16), r"16.*\[0, 16\)"),
+    (ask(-1), r"-1"),
+    (ask(1, stop_ids=(1, 2, 3, 4, 5)), r"5 stop ids.*4"),
+    (ask(1, index=-1), r"prompt_index is -1"),
+    (ask(1, seed=2**32), r"seed is"),
+  ],
+)
+def test_requests_that_cannot_be_served_are_refused(request_, message):
+  with pytest.raises(ValueError, match=message):
+    make_engine().check_request(request_)
+
+
+def test_x09_weights_that_stayed_on_other_devices_are_refused(served):
+  elsewhere = sharding.make_mesh(sharding.MeshShape(), jax.devices()[1:])
+  params = sharding.reshard(
+    INIT(jax.random.key(0)), POLICY.param_shardings(elsewhere)
+  )
+  with pytest.raises(ValueError, match="load_params"):
+    served.check_params(params)
+
+
+def test_h15_weights_of_another_model_are_refused(served, weights):
+  renamed = dict(weights.params)
+  renamed["head"] = renamed.pop("embedding")
+  with pytest.raises(ValueError, match="named"):
+    served.check_params(renamed)
+  cut = weights.params | {"embedding": weights.params["embedding"][:8]}
+  with pytest.raises(ValueError, match=r"embedding.*\(8, 16\).*\(64, 16\)"):
+    served.check_params(cut)
+
+
+def test_loaded_weights_survive_the_death_of_their_source(served):
+  source = INIT(jax.random.key(5))
+  loaded = served.load_params(source)
+  jax.tree.map(lambda leaf: leaf.delete(), source)
+  assert np.isfinite(np.asarray(loaded.params["embedding"])).all()
+
+
+def test_warm_up_leaves_nothing_to_compile():
+  served = policy_engine(slots=2, prefill_batches=(1, 2))
+  weights = served.load_params(INIT(jax.random.key(0)))
+  state = served.warm_up(weights, served.init_decode_state())
+  programs = served._programs
+  sizes = [f._cache_size() for f in (programs.admit, programs.decode)]
+  assert sizes == [6, 1]
+  state = served.admit(weights, state, [admission(1, REQUESTS[0])])
+  state, _ = served.generate(weights, state)
+  state = served.release(state, [1])
+  served.generate(VersionedParams(version=1, params=weights.params), state)
+  assert [f._cache_size() for f in (programs.admit, programs.decode)] == sizes
+
+
+@pytest.mark.parametrize(
+  ("field", "value"),
+  [
+    ("slots", 0),
+    ("context_length", 1),
+    ("steps_per_dispatch", 0),
+    ("prefill_buckets", (8, 4)),
+    ("prefill_batches", ()),
+  ],
+)
+def test_a_bad_size_is_refused_by_name(field, value):
+  with pytest.raises(ValueError, match=field):
+    dataclasses.replace(CONFIG, **{field: value})
+
+
+def test_slots_that_do_not_divide_over_the_mesh_are_refused():
+  mesh = sharding.make_mesh(sharding.MeshShape(data=2), jax.devices())
+  with pytest.raises(ValueError, match=r"slots is 3.*multiple of 2"):
+    policy_engine(mesh, slots=3)

@@ -1,0 +1,201 @@
+"""Checkpoints: one Orbax composite per version, complete or not at all.
+
+A version holds everything a run resumes from, taken at one moment:
+  state  parameters and optimizer, sharded arrays
+  host   the buffer's trajectories as flat arrays
+  meta   version, data cursor, unfinished and dropped prompts, counters (JSON)
+There are no generator states to save: every random draw is keyed by the seed
+in the config and by what it is drawn for.
+
+Orbax writes in the background and renames when done. It lists a directory as a
+version even if a part is missing, so `restore_latest` looks for all parts and
+warns of each version that it passes over.
+"""
+
+import dataclasses
+import logging
+import os
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import orbax.checkpoint as ocp
+
+from rl_tpu.types import STOP_REASONS, Group, Prompt, Trajectory
+
+PARTS = ("state", "host", "meta")
+_PER_TOKEN = {
+  "tokens": np.int32,
+  "action_mask": np.bool_,
+  "behavior_logp": np.float32,
+  "token_version": np.int32,
+  "rewards": np.float32,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Restored:
+  """The parts of one version."""
+
+  version: int
+  state: Any
+  host: dict[str, np.ndarray]
+  meta: dict[str, Any]
+
+
+class Checkpointer:
+  """Saves and restores versions below one directory."""
+
+  def __init__(self, directory: str | os.PathLike, keep: int = 2):
+    self.directory = pathlib.Path(directory).absolute()
+    self._manager = ocp.CheckpointManager(
+      self.directory,
+      options=ocp.CheckpointManagerOptions(max_to_keep=keep, create=True),
+    )
+
+  def save(
+    self, version: int, state: Any, host: dict[str, np.ndarray], meta: dict
+  ) -> None:
+    """Starts saving; the state may be donated once this returns.
+
+    Raises:
+      Exception: an earlier save failed in the background.
+    """
+    self._manager.check_for_errors()
+    self._manager.save(
+      version,
+      args=ocp.args.Composite(
+        state=ocp.args.PyTreeSave(state),
+        host=ocp.args.PyTreeSave(host),
+        meta=ocp.args.JsonSave(meta),
+      ),
+      force=True,
+    )
+
+  def restore_latest(self, abstract_state: Any) -> Restored | None:
+    """The newest version that has all its parts; None if there is none.
+
+    Args:
+      abstract_state: a tree of ShapeDtypeStruct with the wanted shardings.
+    """
+    for version in sorted(self._manager.all_steps(), reverse=True):
+      missing = [
+        part
+        for part in PARTS
+        if not (self.directory / str(version) / part).is_dir()
+      ]
+      if missing:
+        logging.warning(
+          "checkpoint %d is passed over: it lacks %s", version, missing
+        )
+        continue
+      parts = self._manager.restore(
+        version,
+        args=ocp.args.Composite(
+          state=ocp.args.PyTreeRestore(
+            abstract_state,
+            restore_args=ocp.checkpoint_utils.construct_restore_args(
+              abstract_state
+            ),
+          ),
+          host=ocp.args.PyTreeRestore(),
+          meta=ocp.args.JsonRestore(),
+        ),
+      )
+      return Restored(version=version, **{part: parts[part] for part in PARTS})
+    return None
+
+  def close(self) -> None:
+    """Waits until what was saved is on disk; raises if a save failed."""
+    self._manager.wait_until_finished()
+    self._manager.check_for_errors()
+    self._manager.close()
+
+
+def save_params(directory: str | os.PathLike, params: Any) -> None:
+  """Writes weights alone, complete or not at all."""
+  with ocp.PyTreeCheckpointer() as checkpointer:
+    checkpointer.save(pathlib.Path(directory).absolute(), params)
+
+
+def restore_params(directory: str | os.PathLike, abstract: Any) -> Any:
+  """Reads weights into the shapes, dtypes and shardings of `abstract`."""
+  with ocp.PyTreeCheckpointer() as checkpointer:
+    return checkpointer.restore(
+      pathlib.Path(directory).absolute(),
+      args=ocp.args.PyTreeRestore(
+        abstract,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
+      ),
+    )
+
+
+def pack_groups(groups: Sequence[Group]) -> tuple[dict[str, np.ndarray], list]:
+  """Groups as flat arrays and a JSON-able list of what is not an array."""
+  trajectories = [t for group in groups for t in group.trajectories]
+  arrays = {
+    name: np.concatenate(
+      # One leading entry, because an empty array cannot be stored.
+      [np.zeros(1, dtype), *(getattr(t, name) for t in trajectories)]
+    ).astype(dtype)
+    for name, dtype in zip(
+      _PER_TOKEN,
+      (np.int32, bool, np.float32, np.int32, np.float32),
+      strict=True,
+    )
+  }
+  arrays["prompts"] = np.concatenate(
+    [np.zeros(1, np.int32), *(group.prompt.tokens for group in groups)]
+  ).astype(np.int32)
+  described = [
+    {
+      "index": group.prompt.index,
+      "prompt_tokens": len(group.prompt.tokens),
+      "metadata": dict(group.prompt.metadata),
+      "trajectories": [
+        {
+          "tokens": len(t),
+          "prompt_id": t.prompt_id,
+          "group_id": t.group_id,
+          "member": t.member,
+          "temperature": t.temperature,
+          "stop_reason": STOP_REASONS.index(t.stop_reason),
+        }
+        for t in group.trajectories
+      ],
+    }
+    for group in groups
+  ]
+  return arrays, described
+
+
+def unpack_groups(
+  arrays: dict[str, np.ndarray], described: list
+) -> list[Group]:
+  """The groups that `pack_groups` was given."""
+  groups, start, prompt_start = [], 1, 1
+  for group in described:
+    prompt_end = prompt_start + group["prompt_tokens"]
+    prompt = Prompt(
+      index=group["index"],
+      tokens=np.asarray(arrays["prompts"])[prompt_start:prompt_end],
+      metadata=group["metadata"],
+    )
+    prompt_start = prompt_end
+    trajectories = []
+    for saved in group["trajectories"]:
+      end = start + saved["tokens"]
+      trajectories.append(
+        Trajectory(
+          **{name: np.asarray(arrays[name])[start:end] for name in _PER_TOKEN},
+          prompt_id=saved["prompt_id"],
+          group_id=saved["group_id"],
+          member=saved["member"],
+          temperature=saved["temperature"],
+          stop_reason=STOP_REASONS[saved["stop_reason"]],
+        )
+      )
+      start = end
+    groups.append(Group(prompt=prompt, trajectories=tuple(trajectories)))
+  return groups

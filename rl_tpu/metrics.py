@@ -1,0 +1,160 @@
+"""What a run leaves behind: metrics.csv, TensorBoard, JSON lines.
+
+A row belongs to a batch and stays so, whatever order rows arrive in. When a
+run resumes from version v, rows of batches that the checkpoint does not hold
+are dropped, so the files tell the history of the weights that exist.
+"""
+
+import csv
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import tensorboardX
+
+Row = dict[str, float]
+
+
+class RunLog:
+  """Writes one run's records into its directory.
+
+  metrics.csv has a column `batch` (the version after training it; 0 = before
+  the first) and one per metric, empty where a row has no value. Every row is
+  on disk when `write` returns.
+  """
+
+  def __init__(self, directory: str | os.PathLike, resume_at: int | None):
+    """Opens the log; keeps rows up to batch `resume_at`, or none if None."""
+    self.directory = pathlib.Path(directory)
+    self.directory.mkdir(parents=True, exist_ok=True)
+    self._csv = self.directory / "metrics.csv"
+    self._rows: list[Row] = []
+    self._columns = ["batch"]
+    last = -1 if resume_at is None else resume_at
+    for row in read_csv(self._csv):
+      if row["batch"] <= last:
+        self._remember(row)
+    self._rewrite()
+    for path in self.directory.glob("*.jsonl"):
+      kept = [row for row in read_jsonl(path) if row["batch"] <= last]
+      _write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
+    self._tensorboard = tensorboardX.SummaryWriter(
+      str(self.directory / "tensorboard"),
+      purge_step=None if resume_at is None else resume_at + 1,
+    )
+
+  @property
+  def rows(self) -> list[Row]:
+    """All rows so far, oldest first."""
+    return self._rows
+
+  def write(self, batch: int, metrics: Mapping[str, float]) -> None:
+    """Adds a row of scalars that belong to `batch`."""
+    row = {"batch": batch, **metrics}
+    new_column = self._remember(row)
+    if new_column:
+      self._rewrite()
+    else:
+      with open(self._csv, "a", newline="") as file:
+        csv.DictWriter(file, self._columns).writerow(row)
+    for name, value in metrics.items():
+      self._tensorboard.add_scalar(name, value, batch)
+
+  def record(self, kind: str, batch: int, values: Mapping[str, Any]) -> None:
+    """Appends one JSON line that belongs to `batch` to `kind`.jsonl."""
+    with open(self.directory / f"{kind}.jsonl", "a") as file:
+      file.write(json.dumps({"batch": batch, **values}) + "\n")
+
+  def close(self) -> None:
+    """Flushes TensorBoard."""
+    self._tensorboard.close()
+
+  def _remember(self, row: Row) -> bool:
+    self._rows.append(row)
+    new = [name for name in row if name not in self._columns]
+    self._columns += new
+    return bool(new)
+
+  def _rewrite(self) -> None:
+    lines = [",".join(self._columns)] + [
+      ",".join(str(row.get(name, "")) for name in self._columns)
+      for row in self._rows
+    ]
+    _write_atomically(self._csv, "\r\n".join(lines) + "\r\n")
+
+
+def read_csv(path: str | os.PathLike) -> list[Row]:
+  """Rows of a metrics.csv without their empty cells; [] if there is none.
+
+  A last line cut short by a kill is left out.
+  """
+  if not os.path.exists(path):
+    return []
+  with open(path, newline="") as file:
+    text = file.read()
+  whole = text[: text.rfind("\n") + 1]
+  return [
+    {
+      name: int(cell) if name == "batch" else float(cell)
+      for name, cell in row.items()
+      if cell
+    }
+    for row in csv.DictReader(whole.splitlines())
+  ]
+
+
+def read_jsonl(path: str | os.PathLike) -> list[dict[str, Any]]:
+  """Objects of a JSON-lines file; [] if there is none.
+
+  A last line cut short by a kill is left out.
+  """
+  if not os.path.exists(path):
+    return []
+  with open(path) as file:
+    return [json.loads(line) for line in file if line.endswith("\n")]
+
+
+def read_json(path: str | os.PathLike) -> Any:
+  """The value that `write_json` wrote."""
+  with open(path) as file:
+    return json.load(file)
+
+
+def write_json(path: str | os.PathLike, value: Any) -> None:
+  """Writes JSON so that the file is never half there."""
+  _write_atomically(pathlib.Path(path), json.dumps(value, indent=2) + "\n")
+
+
+def environment() -> dict[str, Any]:
+  """What this process runs on: versions, commit, command."""
+  commit = subprocess.run(
+    ["git", "-C", str(pathlib.Path(__file__).parent), "rev-parse", "HEAD"],
+    capture_output=True,
+    text=True,
+    check=False,
+  ).stdout.strip()
+  return {
+    "commit": commit or None,
+    "command": sys.argv,
+    "python": platform.python_version(),
+    "platform": platform.platform(),
+    "packages": {
+      package.metadata["Name"]: package.version
+      for package in importlib.metadata.distributions()
+    },
+  }
+
+
+def _write_atomically(path: pathlib.Path, text: str) -> None:
+  partial = path.with_name(path.name + ".partial")
+  with open(partial, "w", newline="") as file:
+    file.write(text)
+    file.flush()
+    os.fsync(file.fileno())
+  os.replace(partial, path)

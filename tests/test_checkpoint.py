@@ -1,0 +1,122 @@
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rl_tpu import checkpoint, sharding
+from rl_tpu.types import Group, Prompt, Trajectory
+
+
+def trajectory(index, member, length=5):
+  mask = np.arange(length) >= 2
+  return Trajectory(
+    prompt_id=index,
+    group_id=index,
+    member=member,
+    tokens=np.arange(length, dtype=np.int32) + 10 * member,
+    action_mask=mask,
+    behavior_logp=np.where(mask, -0.5 - member, 0).astype(np.float32),
+    token_version=np.where(mask, 4, -1).astype(np.int32),
+    rewards=np.eye(length, dtype=np.float32)[-1],
+    temperature=0.7,
+    stop_reason="length" if member else "stop",
+  )
+
+
+def group(index):
+  return Group(
+    prompt=Prompt(
+      index=index,
+      tokens=np.array([0, 1], np.int32),
+      metadata={"question": f"q{index}=", "source_index": 3},
+    ),
+    trajectories=tuple(trajectory(index, m, 4 + m) for m in range(2)),
+  )
+
+
+def state(value=1.0):
+  return {"w": jnp.full((4, 4), value), "count": jnp.int32(3)}
+
+
+def abstract(mesh=None):
+  where = sharding.named(
+    mesh or sharding.make_mesh(sharding.MeshShape(), jax.devices())
+  )
+  return jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), state()
+  )
+
+
+def save(path, *versions, groups=()):
+  saver = checkpoint.Checkpointer(path, keep=10)
+  arrays, described = checkpoint.pack_groups(groups)
+  for version in versions:
+    meta = {"groups": described, "actor": {"next_index": version}}
+    saver.save(version, state(version), arrays, meta)
+  saver.close()
+
+
+def restore(path, mesh=None):
+  saver = checkpoint.Checkpointer(path)
+  try:
+    return saver.restore_latest(abstract(mesh))
+  finally:
+    saver.close()
+
+
+@pytest.mark.parametrize("groups", [[], [group(3), group(7)]])
+def test_everything_comes_back_as_it_was_saved(tmp_path, groups):
+  save(tmp_path, 1, 2, groups=groups)
+  got = restore(tmp_path)
+  assert got.version == 2
+  assert got.meta["actor"] == {"next_index": 2}
+  np.testing.assert_array_equal(got.state["w"], state(2)["w"])
+  assert got.state["count"].dtype == jnp.int32
+  back = checkpoint.unpack_groups(got.host, got.meta["groups"])
+  assert len(back) == len(groups)
+  for one, other in zip(back, groups, strict=True):
+    assert one.prompt.metadata == other.prompt.metadata
+    assert one.prompt.index == other.prompt.index
+    for t, u in zip(one.trajectories, other.trajectories, strict=True):
+      for name in ("prompt_id", "group_id", "member", "temperature"):
+        assert getattr(t, name) == getattr(u, name)
+      assert t.stop_reason == u.stop_reason
+      for name in ("tokens", "action_mask", "behavior_logp", "rewards"):
+        np.testing.assert_array_equal(getattr(t, name), getattr(u, name))
+      assert t.tokens.dtype == np.int32
+      assert t.action_mask.dtype == bool
+
+
+def test_nothing_saved_is_nothing_restored(tmp_path):
+  assert restore(tmp_path) is None
+
+
+def test_H23_a_version_that_lacks_a_part_is_passed_over(tmp_path, caplog):
+  save(tmp_path, 20, 40)
+  part = tmp_path / "40" / "meta"
+  part.rename(tmp_path / "gone")
+  (tmp_path / "50").mkdir()
+  (tmp_path / "60.partial").mkdir()
+  with caplog.at_level(logging.WARNING, logger="root"):
+    got = restore(tmp_path)
+  assert got.version == 20
+  assert got.meta["actor"] == {"next_index": 20}
+  warned = [r.message for r in caplog.records if "passed over" in r.message]
+  assert len(warned) == 2
+  assert "checkpoint 50" in warned[0]
+  assert "checkpoint 40" in warned[1] and "meta" in warned[1]
+
+
+def test_X16_a_state_is_restored_to_the_sharding_asked_for(tmp_path):
+  save(tmp_path, 1)
+  mesh = sharding.make_mesh(sharding.MeshShape(fsdp=2, tensor=2), jax.devices())
+  got = restore(tmp_path, mesh)
+  assert got.state["w"].sharding.device_set == set(jax.devices()[:4])
+
+
+def test_weights_alone_come_back(tmp_path):
+  checkpoint.save_params(tmp_path / "weights", state(5.0))
+  got = checkpoint.restore_params(tmp_path / "weights", abstract())
+  np.testing.assert_array_equal(got["w"], state(5.0)["w"])

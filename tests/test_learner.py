@@ -1,0 +1,238 @@
+import dataclasses
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rl_tpu import algorithms, learner, packing, sharding
+from rl_tpu.models import transformer
+from rl_tpu.types import Estimate, Trajectory
+
+POLICY = transformer.Policy(
+  transformer.Config(
+    vocab_size=32,
+    d_model=16,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=8,
+    d_ff=16,
+  )
+)
+SETTINGS = learner.Config(
+  minibatches=2,
+  microbatch_rows=4,
+  row_length=16,
+  learning_rate=1e-2,
+  warmup_minibatches=0,
+)
+
+
+def trajectory(index, member, rng, version=0):
+  length = int(rng.integers(4, 12))
+  mask = np.arange(length) >= 2
+  rewards = np.zeros(length, np.float32)
+  rewards[-1] = rng.integers(0, 2)
+  return Trajectory(
+    prompt_id=index,
+    group_id=index,
+    member=member,
+    tokens=rng.integers(0, 32, length).astype(np.int32),
+    action_mask=mask,
+    behavior_logp=np.where(mask, rng.normal(-3.5, 0.3, length), 0),
+    token_version=np.where(mask, version, -1),
+    rewards=rewards,
+  )
+
+
+def make_batch(settings=SETTINGS, groups=12, version=1):
+  rng = np.random.default_rng(0)
+  return packing.pack(
+    [trajectory(i, m, rng) for i in range(groups) for m in range(4)],
+    row_length=settings.row_length,
+    version=version,
+    rows_multiple=16,
+    minibatches=settings.minibatches,
+  )
+
+
+def make(settings=SETTINGS, algorithm="decoupled_ppo", shape=None, **options):
+  module = algorithms.get(algorithm)
+  mesh = sharding.make_mesh(shape or sharding.MeshShape(), jax.devices())
+  it = learner.Learner(POLICY, module, module.Config(**options), settings, mesh)
+  return it, it.init(POLICY.init(jax.random.key(0)))
+
+
+def difference(one, other):
+  return max(
+    float(np.abs(np.asarray(x) - np.asarray(y)).max())
+    for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+  )
+
+
+@pytest.fixture(scope="module")
+def trained():
+  it, state = make()
+  start = jax.device_get(state.params)
+  state, metrics = it.train(state, make_batch())
+  return start, jax.device_get(state.params), metrics
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8])
+def test_H04_microbatch_size_changes_nothing(rows, trained):
+  it, state = make(dataclasses.replace(SETTINGS, microbatch_rows=rows))
+  state, metrics = it.train(state, make_batch())
+  assert difference(state.params, trained[1]) < 1e-5
+  for name, value in metrics.items():
+    assert value == pytest.approx(trained[2][name], abs=1e-5), name
+
+
+def test_X08_a_mesh_of_2x2_trains_as_one_device_does(trained):
+  shape = sharding.MeshShape(fsdp=2, tensor=2)
+  it, state = make(shape=shape)
+  moments = jax.tree.leaves(state.optimizer)
+  assert any(len(m.sharding.device_set) == 4 for m in moments)
+  state, metrics = it.train(state, make_batch())
+  assert difference(state.params, trained[1]) < 1e-5
+  assert metrics["grad_norm"] == pytest.approx(trained[2]["grad_norm"], 1e-4)
+
+
+def test_padding_rows_change_nothing(trained):
+  batch = make_batch()
+  empty = {
+    "tokens": 0,
+    "trajectory_ids": -1,
+    "positions": 0,
+    "action_mask": False,
+    "behavior_logp": np.nan,
+    "token_version": -1,
+    "rewards": 0,
+    "temperature": 1,
+  }
+  more = {
+    name: np.pad(getattr(batch, name), ((0, 16), (0, 0)), constant_values=value)
+    for name, value in empty.items()
+  }
+  it, state = make()
+  state, _ = it.train(state, dataclasses.replace(batch, **more))
+  assert difference(state.params, trained[1]) < 1e-5
+
+
+def test_the_proximal_policy_is_that_before_the_first_minibatch():
+  seen = {}
+
+  def loss(outputs, batch, config):
+    gap = jnp.abs(outputs.target_logp - outputs.proximal_logp)
+    count = batch.action_mask.sum().astype(jnp.float32)
+    total = jnp.where(batch.action_mask, outputs.target_logp, 0).sum()
+    largest = jnp.where(batch.action_mask, gap, 0).max()
+    metrics = {"gap": Estimate(total=largest, count=jnp.ones(()))}
+    return Estimate(total=-total, count=count), metrics
+
+  module = SimpleNamespace(
+    REQUIRES=frozenset({"proximal_logp"}),
+    advantages=lambda batch, outputs, config: batch.rewards,
+    loss=loss,
+  )
+  mesh = sharding.make_mesh(sharding.MeshShape(), jax.devices())
+  for minibatches in (1, 2):
+    settings = dataclasses.replace(SETTINGS, minibatches=minibatches)
+    it = learner.Learner(POLICY, module, None, settings, mesh)
+    state = it.init(POLICY.init(jax.random.key(0)))
+    _, metrics = it.train(state, make_batch(settings))
+    seen[minibatches] = metrics["gap"]
+  assert seen[1] < 1e-5  # the weights have not moved yet
+  assert seen[2] > 1e-3  # the second minibatch is off the proximal policy
+
+
+def test_with_one_minibatch_the_ratio_is_one_and_nothing_is_clipped():
+  it, state = make(dataclasses.replace(SETTINGS, minibatches=1))
+  _, metrics = it.train(state, make_batch())
+  assert metrics["ratio"] == pytest.approx(1.0, abs=1e-6)
+  assert metrics["clip_fraction"] == 0
+  assert metrics["behavior_weight"] != pytest.approx(1.0, abs=1e-3)
+
+
+def test_H26_the_gradient_norm_is_the_true_one_however_it_is_accumulated():
+  settings = dataclasses.replace(SETTINGS, minibatches=1, max_grad_norm=1e9)
+  batch = make_batch(settings)
+  it, state = make(settings, "reinforce", baseline="none")
+  params = jax.device_get(state.params)
+
+  def loss(params):
+    hidden = POLICY.hidden(
+      params, batch.tokens, batch.positions, batch.trajectory_ids
+    )
+    logp = jax.nn.log_softmax(POLICY.logits(params, hidden))
+    rows = np.arange(batch.tokens.shape[0])[:, None]
+    before = np.arange(batch.tokens.shape[1])[None, :] - 1
+    own = logp[rows, before, batch.tokens]
+    returns = np.zeros(batch.tokens.shape, np.float32)
+    for n in range(48):
+      inside = batch.trajectory_ids == n
+      returns[inside] = batch.rewards[inside].sum()
+    mask = batch.action_mask
+    return -jnp.where(mask, own * returns, 0).sum() / mask.sum()
+
+  gradient = jax.grad(loss)(params)
+  squares = [float(jnp.sum(jnp.square(g))) for g in jax.tree.leaves(gradient)]
+  _, metrics = it.train(state, batch)
+  assert metrics["grad_norm"] == pytest.approx(np.sqrt(sum(squares)), 1e-4)
+
+
+def test_an_update_that_is_not_finite_is_skipped_and_counted_then_stops():
+  settings = dataclasses.replace(
+    SETTINGS, minibatches=1, max_nonfinite_in_a_row=2
+  )
+  it, state = make(settings, "reinforce", baseline="none")
+  start = jax.device_get(state.params)
+  good = make_batch(settings)
+  bad = dataclasses.replace(
+    good, rewards=np.where(good.rewards > 0, np.inf, 0).astype(np.float32)
+  )
+  state, metrics = it.train(state, bad)
+  assert metrics["nonfinite_updates"] == 1
+  assert difference(state.params, start) == 0
+  state, _ = it.train(state, good)
+  assert difference(state.params, start) > 0  # and the count starts again
+  state, metrics = it.train(state, bad)
+  assert metrics["nonfinite_updates"] == 2
+  with pytest.raises(learner.NonFiniteError, match="2 updates in a row"):
+    it.train(state, bad)
+
+
+def test_norms_are_not_decayed_and_matrices_are():
+  settings = dataclasses.replace(
+    SETTINGS, minibatches=1, weight_decay=0.5, learning_rate=0.1
+  )
+  it, state = make(settings, "reinforce", baseline="none")
+  start = jax.device_get(state.params)
+  batch = make_batch(settings)
+  still = dataclasses.replace(batch, rewards=np.zeros_like(batch.rewards))
+  state, _ = it.train(state, still)
+  after = state.params
+  np.testing.assert_array_equal(
+    after["final_norm"]["scale"], start["final_norm"]["scale"]
+  )
+  np.testing.assert_array_equal(
+    after["layers"]["attention_norm"]["scale"],
+    start["layers"]["attention_norm"]["scale"],
+  )
+  np.testing.assert_allclose(
+    after["embedding"], start["embedding"] * 0.95, rtol=1e-5
+  )
+
+
+def test_what_does_not_fit_is_refused_by_name():
+  with pytest.raises(ValueError, match="microbatch_rows is 3.*= 2"):
+    make(
+      dataclasses.replace(SETTINGS, microbatch_rows=3),
+      shape=sharding.MeshShape(data=2),
+    )
+  with pytest.raises(ValueError, match="learner.beta2 is 1.0"):
+    dataclasses.replace(SETTINGS, beta2=1.0)
+  it, state = make(dataclasses.replace(SETTINGS, microbatch_rows=32))
+  with pytest.raises(ValueError, match=r"32 rows.*= 64"):
+    it.train(state, make_batch())

@@ -1,0 +1,25 @@
+import pytest
+
+from rl_tpu import metrics, report
+
+
+def test_a_run_becomes_a_picture(tmp_path):
+  log = metrics.RunLog(tmp_path, resume_at=None)
+  log.write(0, {"heldout_accuracy": 0.1})
+  for batch in (1, 2, 3):
+    log.write(batch, {"reward": batch / 4})
+    log.record("batches", batch, {"prompts": [], "staleness_tokens": {"1": 5}})
+    bars = [
+      ("learner", "train", batch, batch + 0.5),
+      ("generator", "generate", batch + 0.2, batch + 0.9),
+    ]
+    log.record("events", batch, {"intervals": bars})
+  log.close()
+  picture = report.plot(tmp_path)
+  assert picture.read_bytes()[:4] == b"\x89PNG"
+  assert picture.stat().st_size > 10_000
+
+
+def test_nothing_trained_is_nothing_drawn(tmp_path):
+  with pytest.raises(FileNotFoundError, match="no trained batch"):
+    report.plot(tmp_path)

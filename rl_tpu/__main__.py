@@ -1,0 +1,150 @@
+"""The command line: python -m rl_tpu COMMAND --config=FILE[:ARG] ...
+
+Every command reads the same kind of config, and ends with one JSON object on
+the last line of stdout: its headline figures. The exit code is 0 only if the
+command did what it was asked; 130 if a signal stopped it.
+"""
+
+import json
+import logging
+import os
+import pathlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+USAGE = """\
+usage: python -m rl_tpu COMMAND --config=FILE[:ARG] [--config.FIELD=VALUE ...]
+
+commands:
+  train     train, or go on from the newest checkpoint of the same run
+  sft       only the supervised warm start that train begins with, cached
+  evaluate  held-out accuracy of the newest checkpoint of a run
+  report    draw a run's figure again: run.png in its directory
+
+FILE defines get_config(ARG); see experiments/quickstart.py. Any field can be
+set, for example --config.seed=1 --config.learner.learning_rate=1e-4.
+"""
+
+
+def main(arguments: list[str]) -> int:
+  """Runs one command; returns the exit code."""
+  if len(arguments) < 2 or arguments[1] in ("-h", "--help", "help"):
+    print(USAGE, end="")
+    return 0 if len(arguments) > 1 else 2
+  command = COMMANDS.get(arguments[1])
+  if command is None:
+    print(
+      f"command is {arguments[1]!r}; it must be one of {sorted(COMMANDS)}",
+      file=sys.stderr,
+    )
+    return 2
+  from rl_tpu.config import ConfigError
+
+  try:
+    config = _read_config([arguments[0], *arguments[2:]])
+  except ConfigError as error:
+    print(f"rl_tpu: {error}", file=sys.stderr)
+    return 2
+  _prepare_jax(config)
+  from rl_tpu import train
+
+  try:
+    figures = command(config)
+  except ConfigError as error:
+    print(f"rl_tpu: {error}", file=sys.stderr)
+    return 2
+  except train.Stopped as error:
+    print(f"rl_tpu: {error}", file=sys.stderr)
+    return 130
+  print(json.dumps(figures))
+  return 0
+
+
+def _read_config(arguments: list[str]):
+  """Parses flags into a checked parts.Config.
+
+  Raises:
+    ConfigError: a flag or field is unknown, of a wrong type or out of range.
+  """
+  from absl import flags
+  from ml_collections import config_flags
+
+  from rl_tpu import parts
+  from rl_tpu.config import ConfigError, build
+
+  values = flags.FlagValues()
+  config = config_flags.DEFINE_config_file(
+    "config", lock_config=True, flag_values=values
+  )
+  try:
+    rest = values(arguments)[1:]
+  except flags.Error as error:
+    raise ConfigError(str(error)) from error
+  except AttributeError as error:
+    # config_flags looks every --config.FIELD up in the config.
+    raise ConfigError(f"--config has no field {error}") from error
+  except OSError as error:
+    raise ConfigError(f"--config: {error}") from error
+  if rest:
+    raise ConfigError(f"{rest[0]!r} is not a flag; see --help")
+  if config.value is None:
+    raise ConfigError("--config is missing; see --help")
+  return build(parts.Config, config.value)
+
+
+def _prepare_jax(config) -> None:
+  """As many CPU devices as the run needs, and a cache of compiled programs."""
+  import jax
+
+  jax.config.update("jax_num_cpu_devices", config.num_devices)
+  cache = pathlib.Path(config.cache).absolute() / "compiled"
+  cache.mkdir(parents=True, exist_ok=True)
+  jax.config.update("jax_compilation_cache_dir", str(cache))
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def _train(config) -> dict[str, Any]:
+  from rl_tpu import report, train
+  from rl_tpu.view import View
+
+  figures = train.run(config, View(config.batches))
+  report.plot(config.run_directory)
+  return figures
+
+
+def _sft(config) -> dict[str, Any]:
+  from rl_tpu import parts
+  from rl_tpu.view import View
+
+  trainer, _ = parts.meshes(config)
+  task, rows = parts.make_task(config)
+  parts.start_params(config, task, rows, trainer, View(0))
+  return {"batches": config.warm_start.batches, "cache": config.cache}
+
+
+def _evaluate(config) -> dict[str, Any]:
+  from rl_tpu import train
+  from rl_tpu.view import View
+
+  return train.evaluate_newest(config, View(0))
+
+
+def _report(config) -> dict[str, Any]:
+  from rl_tpu import report
+
+  return {"figure": str(report.plot(config.run_directory))}
+
+
+COMMANDS: dict[str, Callable[[Any], dict[str, Any]]] = {
+  "train": _train,
+  "sft": _sft,
+  "evaluate": _evaluate,
+  "report": _report,
+}
+
+
+if __name__ == "__main__":
+  os.environ.setdefault("JAX_PLATFORMS", "")
+  logging.getLogger("absl").setLevel(logging.WARNING)
+  sys.exit(main(sys.argv))

@@ -1,0 +1,83 @@
+"""Accuracy on held-out questions, from the same generator that training uses.
+
+Every question is asked twice: drawn at the training temperature (the policy as
+it is trained) and with the most likely tokens (what it knows best). An episode
+that fails stays in the denominator and is counted. The questions and the keys
+they are sampled with are the same at every evaluation.
+"""
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from rl_tpu.envs import Environment
+from rl_tpu.episode import Generator, run_episode
+from rl_tpu.types import Prompt, Sampling, Trajectory
+
+_SEED = 0x5EED
+"""Added to the run's seed: held-out draws share no key with training."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+  """When and on how much to evaluate."""
+
+  every: int = 10
+  """Batches between evaluations during training, >= 0; 0: only before and
+  after."""
+  problems: int = 200
+  """Held-out questions asked each time, >= 1."""
+
+  def __post_init__(self):
+    for name, least in (("every", 0), ("problems", 1)):
+      if getattr(self, name) < least:
+        raise ValueError(
+          f"evaluation.{name} is {getattr(self, name)}; it must be >= {least}"
+        )
+
+
+async def evaluate(
+  generator: Generator,
+  make_environment: Callable[[Prompt], Environment],
+  prompts: Sequence[Prompt],
+  *,
+  sampling: Sampling,
+  seed: int,
+  max_turns: int,
+  max_trajectory_tokens: int,
+) -> dict[str, float]:
+  """Attempts every prompt, sampled and greedy, and scores the answers.
+
+  Returns:
+    heldout_accuracy: mean reward at `sampling.temperature`.
+    heldout_greedy: mean reward of the most likely tokens.
+    heldout_failed: episodes that raised; they count as 0 above.
+  """
+  greedy = dataclasses.replace(sampling, temperature=0.0)
+
+  async def mean(settings: Sampling) -> tuple[float, int]:
+    episodes = (
+      run_episode(
+        generator,
+        make_environment(prompt),
+        prompt,
+        member=0,
+        sampling=settings,
+        seed=seed + _SEED,
+        max_turns=max_turns,
+        max_trajectory_tokens=max_trajectory_tokens,
+      )
+      for prompt in prompts
+    )
+    results = await asyncio.gather(*episodes, return_exceptions=True)
+    good = [r.outcome for r in results if isinstance(r, Trajectory)]
+    return sum(good) / len(results), len(results) - len(good)
+
+  (accuracy, failed), (accuracy_greedy, failed_greedy) = await asyncio.gather(
+    mean(sampling), mean(greedy)
+  )
+  return {
+    "heldout_accuracy": accuracy,
+    "heldout_greedy": accuracy_greedy,
+    "heldout_failed": float(failed + failed_greedy),
+  }

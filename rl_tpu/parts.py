@@ -1,0 +1,285 @@
+"""The parts of a run, made from its config; nothing runs here.
+
+`Config` is everything that a run depends on. The functions below turn it into
+meshes, task, generator and actor, for the training loop and for the commands
+that need only some of them.
+"""
+
+import dataclasses
+import pathlib
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+
+from rl_tpu import actor as actors
+from rl_tpu import (
+  algorithms,
+  buffer,
+  data,
+  envs,
+  evaluate,
+  learner,
+  schedules,
+  sft,
+  sharding,
+  staleness,
+)
+from rl_tpu.config import Choice, ConfigError
+from rl_tpu.generation import driver as drivers
+from rl_tpu.generation import engine as engines
+from rl_tpu.models import tokenizer, transformer
+from rl_tpu.types import Sampling
+from rl_tpu.view import View
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Devices:
+  """Meshes of the two sides; in async training they share no device."""
+
+  trainer: sharding.MeshShape = dataclasses.field(
+    default_factory=sharding.MeshShape
+  )
+  """The learner's mesh: the first devices."""
+  generator: sharding.MeshShape = dataclasses.field(
+    default_factory=sharding.MeshShape
+  )
+  """The generator's mesh: the devices after the trainer's (async), or the
+  first ones too (sync and lockstep)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+  """Everything a run depends on."""
+
+  name: str
+  """Of the experiment; part of the default directory."""
+  directory: str = "runs/{name}/{schedule}-seed{seed}"
+  """Where the run lives; names in braces are fields of this config."""
+  cache: str = "runs/cache"
+  """Prepared data, warm starts and compiled programs, shared by runs."""
+  seed: int = 0
+  """Of weights, prompt order, sampling and minibatches, >= 0."""
+  batches: int = 50
+  """Batches to train over the whole run, >= 1."""
+  groups_per_batch: int = 32
+  """Prompts in a batch, >= 1 (AReaL: 512)."""
+  group_size: int = 8
+  """Trajectories of one prompt, >= 1 (AReaL: 16)."""
+  schedule: str = "async"
+  """`async`, `sync` (= lockstep(0)) or `lockstep(n)`; see schedules.py."""
+  max_staleness: int | None = 2
+  """Versions that a consumed token may lag, >= 0 (AReaL: 8 math, 4 code); None
+  is no limit. A serial schedule has its lag here instead."""
+  on_stale: Literal["refuse", "mask_tokens", "allow"] = "refuse"
+  """What happens to what turns out staler when it is consumed."""
+  max_running_groups: int | None = None
+  """Most groups in flight, >= 1; None: as many as staleness admits."""
+  max_turns: int = 1
+  """Most actions of one episode, >= 1."""
+  interruption: Literal["recompute", "keep", "drain"] = "recompute"
+  """What new weights do to running sequences; see generation/driver.py."""
+  task: Choice = dataclasses.field(metadata={"find": envs.get})
+  """Questions and their judge, by name."""
+  algorithm: Choice = dataclasses.field(metadata={"find": algorithms.get})
+  """The loss, by name."""
+  model: transformer.Config
+  """Sizes of the policy."""
+  sampling: Sampling = dataclasses.field(default_factory=Sampling)
+  """How training tokens are drawn; stop ids are the tokenizer's if empty."""
+  learner: learner.Config
+  """How a batch becomes optimizer steps."""
+  engine: engines.Config
+  """Sizes of the generator."""
+  devices: Devices = dataclasses.field(default_factory=Devices)
+  """Meshes."""
+  warm_start: sft.Config
+  """The supervised phase that the run starts from."""
+  evaluation: evaluate.Config = dataclasses.field(
+    default_factory=evaluate.Config
+  )
+  """Held-out questions."""
+  checkpoint_every: int = 10
+  """Batches between checkpoints, >= 1; the last batch has one anyway."""
+  checkpoints_kept: int = 2
+  """Newest checkpoints that stay on disk, >= 1."""
+
+  def __post_init__(self):
+    for name, least in (
+      ("seed", 0),
+      ("batches", 1),
+      ("groups_per_batch", 1),
+      ("group_size", 1),
+      ("max_turns", 1),
+      ("checkpoint_every", 1),
+      ("checkpoints_kept", 1),
+    ):
+      if getattr(self, name) < least:
+        raise ConfigError(
+          f"config.{name} is {getattr(self, name)}; it must be >= {least}"
+        )
+    schedules.parse(self.schedule)
+    staleness.staleness_bound(self.max_staleness)
+    if self.sampling.filtered or self.sampling.temperature == 0:
+      raise ConfigError(
+        f"config.sampling is {self.sampling}; training needs temperature > 0, "
+        "top_k 0, top_p 1 and min_p 0: the learner's logp is over the whole "
+        "vocabulary, and a filtered one would not be the same distribution"
+      )
+    if self.learner.row_length < self.engine.context_length:
+      raise ConfigError(
+        f"config.learner.row_length is {self.learner.row_length}; it must be "
+        f">= config.engine.context_length, {self.engine.context_length}"
+      )
+    try:
+      self.directory.format(**dataclasses.asdict(self))
+    except (KeyError, IndexError) as error:
+      raise ConfigError(
+        f"config.directory is {self.directory!r}; {error} is not a field"
+      ) from error
+
+  @property
+  def run_directory(self) -> pathlib.Path:
+    """The directory with its fields filled in."""
+    return pathlib.Path(self.directory.format(**dataclasses.asdict(self)))
+
+  @property
+  def lag(self) -> int | None:
+    """Of a serial schedule; None for async."""
+    return schedules.parse(self.schedule)
+
+  @property
+  def staleness_limit(self) -> int | None:
+    """The limit in force."""
+    return self.max_staleness if self.lag is None else self.lag
+
+  @property
+  def num_devices(self) -> int:
+    """Devices that the run needs."""
+    trainer, generator = self.devices.trainer.size, self.devices.generator.size
+    if self.lag is None:
+      return trainer + generator
+    return max(trainer, generator)
+
+
+def meshes(config: Config) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
+  """The trainer's and the generator's mesh.
+
+  Raises:
+    ConfigError: there are too few devices.
+  """
+  devices = jax.devices()
+  if len(devices) < config.num_devices:
+    raise ConfigError(
+      f"config.devices and schedule {config.schedule!r} need "
+      f"{config.num_devices} devices; there are {len(devices)}"
+    )
+  first = config.devices.trainer.size if config.lag is None else 0
+  return (
+    sharding.make_mesh(config.devices.trainer, devices),
+    sharding.make_mesh(config.devices.generator, devices[first:]),
+  )
+
+
+def make_task(config: Config) -> tuple[envs.Task, dict[str, data.Rows]]:
+  """The task and the rows of its splits, prepared on disk."""
+  text = tokenizer.ByteTokenizer()
+  task = envs.get(config.task.name).Task(config.task.config, text)
+  return task, data.prepare(task, pathlib.Path(config.cache) / "data")
+
+
+def make_driver(
+  config: Config,
+  mesh: jax.sharding.Mesh,
+  on_failure: Callable[[BaseException], None] | None = None,
+) -> drivers.GenerationDriver:
+  """The generator, without weights yet."""
+  engine = engines.PolicyEngine(
+    transformer.Policy(config.model), mesh, config.engine
+  )
+  return drivers.GenerationDriver(
+    engine,
+    interruption=config.interruption,
+    clock=time.monotonic,
+    on_failure=on_failure,
+  )
+
+
+def start_params(
+  config: Config,
+  task: envs.Task,
+  rows: dict[str, data.Rows],
+  mesh: jax.sharding.Mesh,
+  view: View,
+) -> Any:
+  """Weights that RL starts from: imitation, or its cached result."""
+  return sft.warm_start(
+    config.warm_start,
+    policy=transformer.Policy(config.model),
+    task=task,
+    rows=rows["train"],
+    row_length=config.learner.row_length,
+    mesh=mesh,
+    seed=config.seed,
+    cache=pathlib.Path(config.cache) / "warm_start",
+    note=view.note,
+  )
+
+
+def make_learner(config: Config, mesh: jax.sharding.Mesh) -> learner.Learner:
+  """The learner of the config's algorithm."""
+  return learner.Learner(
+    transformer.Policy(config.model),
+    algorithms.get(config.algorithm.name),
+    config.algorithm.config,
+    config.learner,
+    mesh,
+  )
+
+
+def make_buffer(config: Config) -> buffer.Buffer:
+  """The buffer, with the staleness limit in force."""
+  return buffer.Buffer(
+    groups_per_batch=config.groups_per_batch,
+    max_staleness=config.staleness_limit,
+    on_stale=config.on_stale,
+  )
+
+
+def make_actor(
+  config: Config,
+  task: envs.Task,
+  rows: dict[str, data.Rows],
+  driver: drivers.GenerationDriver,
+  groups: buffer.Buffer,
+) -> actors.Actor:
+  """The actor, not started."""
+  prompts = data.PromptStream(
+    rows["train"], seed=config.seed, make_prompt=task.prompt
+  )
+  return actors.Actor(
+    actors.Config(
+      sampling=sampling(config, task),
+      group_size=config.group_size,
+      total_groups=config.batches * config.groups_per_batch,
+      max_turns=config.max_turns,
+      max_trajectory_tokens=config.engine.context_length,
+      seed=config.seed,
+    ),
+    generator=driver,
+    make_environment=task.environment,
+    prompts=prompts.__getitem__,
+    admission=staleness.Admission(
+      groups_per_batch=config.groups_per_batch,
+      max_staleness=config.staleness_limit,
+      max_running=config.max_running_groups,
+    ),
+    buffer=groups,
+  )
+
+
+def sampling(config: Config, task: envs.Task) -> Sampling:
+  """The config's, with the tokenizer's stop ids unless it names its own."""
+  stop_ids = config.sampling.stop_ids or task.tokenizer.eos_ids
+  return dataclasses.replace(config.sampling, stop_ids=stop_ids)

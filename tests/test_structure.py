@@ -1,0 +1,55 @@
+"""The tree keeps its own rules: layers, pins, and what the README promises."""
+
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+from importlinter.cli import lint_imports
+
+from rl_tpu import __main__ as command_line
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+def test_imports_point_down():
+  assert lint_imports(config_filename=str(ROOT / "pyproject.toml")) == 0
+
+
+def test_every_requirement_is_pinned():
+  lines = (ROOT / "requirements.txt").read_text().splitlines()
+  pins = [line for line in lines if not line.startswith("#")]
+  assert len(pins) > 50
+  assert [p for p in pins if not re.match(r"[\w.\-\[\]]+==[\w.]+", p)] == []
+
+
+def test_help_lists_every_command():
+  out = subprocess.run(
+    [sys.executable, "-m", "rl_tpu", "--help"],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    check=True,
+  ).stdout
+  for name in command_line.COMMANDS:
+    assert re.search(rf"^  {name} ", out, re.MULTILINE)
+
+
+@pytest.mark.parametrize("arguments", [[], ["fly"]])
+def test_a_wrong_command_is_refused(arguments, capsys):
+  assert command_line.main(["rl_tpu", *arguments]) == 2
+  assert "train" in "".join(capsys.readouterr())
+
+
+def test_every_experiment_builds():
+  from rl_tpu import config, parts
+
+  found = sorted((ROOT / "experiments").rglob("*.py"))
+  built = []
+  for path in found:
+    scope = {"__name__": path.stem}
+    exec(compile(path.read_text(), str(path), "exec"), scope)
+    if "get_config" in scope:
+      built.append(config.build(parts.Config, scope["get_config"]()).name)
+  assert "quickstart" in built

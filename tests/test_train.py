@@ -1,0 +1,327 @@
+import dataclasses
+import io
+import itertools
+import json
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+import rich.console
+import tiny_run
+
+from rl_tpu import checkpoint, envs, evaluate, metrics, parts, train
+from rl_tpu.config import ConfigError
+from rl_tpu.view import View
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+class Quiet(View):
+  """A view that writes nowhere, and may break the run at a batch."""
+
+  def __init__(self, crash_at=None):
+    super().__init__(0, rich.console.Console(file=io.StringIO()))
+    self.crash_at = crash_at
+
+  def batch(self, batch, metrics, seconds_left):
+    if batch == self.crash_at:
+      raise ZeroDivisionError("a crash that the test asked for")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+  return tmp_path_factory.mktemp("runs")
+
+
+NUMBERS = itertools.count()
+
+
+def fresh(base):
+  return base / f"run{next(NUMBERS)}"
+
+
+def weights_of(config):
+  """Parameters of a run's last checkpoint."""
+  mesh, _ = parts.meshes(config)
+  learner = parts.make_learner(config, mesh)
+  saver = checkpoint.Checkpointer(config.run_directory / "checkpoints")
+  try:
+    restored = saver.restore_latest(learner.abstract_state())
+  finally:
+    saver.close()
+  assert restored is not None and restored.version == config.batches
+  return jax.device_get(restored.state.params)
+
+
+def equal(one, other):
+  return all(
+    np.array_equal(x, y)
+    for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+  )
+
+
+def batches_of(config):
+  return metrics.read_jsonl(config.run_directory / "batches.jsonl")
+
+
+def assert_each_prompt_once(config):
+  rows = batches_of(config)
+  assert [row["batch"] for row in rows] == list(range(1, config.batches + 1))
+  trained = [index for row in rows for index in row["prompts"]]
+  assert sorted(trained) == list(range(config.batches * tiny_run.GROUPS))
+
+
+@pytest.fixture(scope="module")
+def synchronous(base):
+  config = tiny_run.get_config(fresh(base))
+  figures = train.run(config, Quiet())
+  return config, figures, weights_of(config)
+
+
+def test_sync_trains_each_prompt_once_at_staleness_zero(synchronous):
+  config, figures, _ = synchronous
+  assert_each_prompt_once(config)
+  assert figures["max_staleness_consumed"] == 0
+  assert figures["mixed_version_trajectories"] == 0
+  assert 0 < figures["learner_wait_share"] < 1
+  saved = json.loads((config.run_directory / "summary.json").read_text())
+  assert saved == figures
+
+
+def test_sync_and_lockstep_0_and_itself_again_are_equal_to_the_bit(
+  base, synchronous
+):
+  for schedule in ("sync", "lockstep(0)"):
+    config = tiny_run.get_config(fresh(base), schedule=schedule)
+    train.run(config, Quiet())
+    assert equal(weights_of(config), synchronous[2]), schedule
+  other = tiny_run.get_config(fresh(base), seed=1)
+  train.run(other, Quiet())
+  assert not equal(weights_of(other), synchronous[2])
+
+
+def test_a_run_that_crashed_ends_where_the_unbroken_one_does(base):
+  whole = tiny_run.get_config(fresh(base), schedule="lockstep(1)")
+  train.run(whole, Quiet())
+  broken = tiny_run.get_config(
+    fresh(base), schedule="lockstep(1)", checkpoint_every=2
+  )
+  for crash_at in (2, 4, 4):  # after no checkpoint, then twice after the first
+    with pytest.raises(ZeroDivisionError):
+      train.run(broken, Quiet(crash_at))
+  train.run(broken, Quiet())
+  assert equal(weights_of(broken), weights_of(whole))
+  assert_each_prompt_once(broken)
+  assert batches_of(broken) == batches_of(whole)
+
+
+def test_lockstep_imposes_its_lag_exactly(base):
+  config = tiny_run.get_config(fresh(base), schedule="lockstep(2)", batches=5)
+  train.run(config, Quiet())
+  stale = [set(row["staleness_tokens"]) for row in batches_of(config)]
+  assert stale == [{"0"}, {"1"}, {"2"}, {"2"}, {"2"}]
+
+
+def test_X06_publishing_hangs_on_no_cadence(base, synchronous):
+  config = tiny_run.get_config(
+    fresh(base),
+    evaluation=evaluate.Config(every=1, problems=4),
+    checkpoint_every=7,
+  )
+  train.run(config, Quiet())
+  assert equal(weights_of(config), synchronous[2])
+  assert batches_of(config) == batches_of(synchronous[0])
+  rows = metrics.read_csv(config.run_directory / "metrics.csv")
+  evaluated = [r["batch"] for r in rows if "heldout_accuracy" in r]
+  assert evaluated == [0, 1, 2, 3, 4]
+
+
+def test_async_keeps_its_staleness_limit_and_loses_no_prompt(base):
+  config = tiny_run.get_config(
+    fresh(base), schedule="async", batches=8, max_staleness=1
+  )
+  figures = train.run(config, Quiet())
+  assert figures["max_staleness_consumed"] <= 1
+  rows = metrics.read_csv(config.run_directory / "metrics.csv")
+  trained = [row for row in rows if "staleness_max" in row]
+  assert len(trained) == 8
+  assert max(row["staleness_max"] for row in trained) <= 1
+  assert_each_prompt_once(config)
+
+
+def test_a_finished_run_is_not_trained_again(synchronous):
+  config, figures, _ = synchronous
+  assert train.run(config, Quiet(crash_at=1)) == figures
+
+
+def test_H21_the_run_keeps_the_config_that_it_used(synchronous):
+  config, _, _ = synchronous
+  saved = json.loads((config.run_directory / "config.json").read_text())
+  assert saved["learner"]["minibatches"] == 2
+  assert saved["algorithm"]["name"] == "decoupled_ppo"
+  assert saved["algorithm"]["clip_low"] == 0.2
+  assert (config.run_directory / "environment.json").exists()
+
+
+def test_a_directory_of_another_config_is_refused_by_field(synchronous):
+  config, _, _ = synchronous
+  other = dataclasses.replace(config, group_size=2)
+  with pytest.raises(ConfigError, match="config.group_size: the run has 4"):
+    train.run(other, Quiet())
+
+
+@pytest.mark.parametrize("schedule", ["sync", "async"])
+def test_an_environment_that_always_fails_ends_the_run(
+  base, schedule, monkeypatch
+):
+  async def step(self, action, stop_reason):
+    raise OSError("the judge is out")
+
+  module = envs.get("reasoning_gym")
+  monkeypatch.setattr(module.SingleTurn, "step", step)
+  config = tiny_run.get_config(fresh(base), schedule=schedule, batches=8)
+  with pytest.raises(Exception, match="the judge is out"):
+    train.run(config, Quiet())
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({"schedule": "fast"}, "schedule is 'fast'"),
+    ({"batches": 0}, "config.batches is 0"),
+    ({"max_staleness": -1}, "max_staleness is -1"),
+    ({"directory": "runs/{nme}"}, "'nme' is not a field"),
+  ],
+)
+def test_an_impossible_config_is_refused(base, changes, message):
+  with pytest.raises(ValueError, match=message):
+    tiny_run.get_config(fresh(base), **changes)
+
+
+@pytest.mark.parametrize(
+  "field", [{"top_p": 0.8}, {"top_k": 2}, {"min_p": 0.1}, {"temperature": 0.0}]
+)
+def test_H01_a_filter_that_the_learner_does_not_apply_is_refused(base, field):
+  config = tiny_run.get_config(fresh(base))
+  sampling = dataclasses.replace(config.sampling, **field)
+  with pytest.raises(ConfigError, match="training needs temperature > 0"):
+    dataclasses.replace(config, sampling=sampling)
+
+
+def test_too_few_devices_are_refused(base):
+  config = tiny_run.get_config(
+    fresh(base),
+    schedule="async",
+    devices=parts.Devices(trainer=parts.sharding.MeshShape(fsdp=8)),
+  )
+  with pytest.raises(ConfigError, match="need 9 devices; there are 8"):
+    train.run(config, Quiet())
+
+
+# Whole processes, as a person starts them.
+
+CONFIG = """
+import pathlib, sys
+sys.path.insert(0, {tests!r})
+import tiny_run
+from rl_tpu.config import to_config_dict
+
+def get_config(schedule="async"):
+  return to_config_dict(
+    tiny_run.get_config(pathlib.Path({directory!r}), schedule=schedule)
+  )
+"""
+
+
+def start(directory, *flags, schedule="async", command="train"):
+  directory.mkdir(parents=True, exist_ok=True)
+  path = directory / "config.py"
+  tests = str(pathlib.Path(__file__).parent)
+  path.write_text(CONFIG.format(tests=tests, directory=str(directory)))
+  return subprocess.Popen(
+    [
+      *(sys.executable, "-m", "rl_tpu", command),
+      *(f"--config={path}:{schedule}", *flags),
+    ],
+    cwd=ROOT,
+    env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"},
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+  )
+
+
+def is_batch(line):
+  return line.split()[:1] and "/" in line.split()[0] and "." in line
+
+
+def test_H21_a_wrong_flag_ends_the_command_before_any_work(base):
+  for flag, message in (
+    ("--config.learning_rte=1", "learning_rte"),
+    ("--config.learner.learning_rate=fast", "config.learner.learning_rate"),
+    ("--config.batches=-3", "config.batches is -3; it must be >= 1"),
+  ):
+    directory = fresh(base)
+    process = start(directory, flag)
+    out, err = process.communicate()
+    assert process.returncode == 2, err
+    assert message in err
+    assert out == ""
+    assert sorted(p.name for p in directory.iterdir()) in (
+      ["config.py"],
+      ["__pycache__", "config.py"],
+    )
+
+
+@pytest.mark.slow
+def test_ctrl_c_stops_with_a_checkpoint_that_can_be_evaluated(base):
+  directory = fresh(base)
+  process = start(directory, "--config.batches=200")
+  seen = (line for line in process.stdout if is_batch(line))
+  next(seen), next(seen)
+  process.send_signal(signal.SIGINT)
+  _, err = process.communicate()
+  assert process.returncode == 130, err
+  assert "stopped after batch" in err
+  assert "Traceback" not in err
+  evaluation = start(directory, "--config.batches=200", command="evaluate")
+  out, err = evaluation.communicate()
+  assert evaluation.returncode == 0, err
+  figures = json.loads(out.splitlines()[-1])
+  assert figures["batch"] >= 2
+  assert 0 <= figures["heldout_accuracy"] <= 1
+
+
+@pytest.mark.slow
+def test_X05_five_kills_lose_and_repeat_no_prompt(base):
+  directory = fresh(base)
+  batches = 20
+  flags = (f"--config.batches={batches}", "--config.max_staleness=2")
+  rng = random.Random(0)
+  for _ in range(5):
+    process = start(directory, *flags)
+    wanted = rng.randint(1, 3)
+    for line in process.stdout:
+      wanted -= bool(is_batch(line))
+      if wanted == 0:
+        break
+    time.sleep(rng.uniform(0, 0.2))  # some moment of the next batch
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+  process = start(directory, *flags)
+  out, err = process.communicate()
+  assert process.returncode == 0, err
+  assert "resuming" in out
+  figures = json.loads(out.splitlines()[-1])
+  assert figures["max_staleness_consumed"] <= 2
+  config = tiny_run.get_config(directory, schedule="async", batches=batches)
+  assert_each_prompt_once(config)
+  assert (config.run_directory / "run.png").stat().st_size > 10_000

@@ -32,6 +32,9 @@ from rl_tpu.generation.jetstream import engine_api
 from rl_tpu.models import transformer
 from rl_tpu.types import Request, Sampling, VersionedParams
 
+_CALL = 4
+"""What a prefill costs beside its rows, in rows (measured on CPUs)."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
@@ -201,6 +204,7 @@ class PolicyEngine(engine_api.Engine):
     self._batches = sorted(
       {-(-min(n, config.slots) // ways) * ways for n in config.prefill_batches}
     )
+    self._splits = _cheapest_splits(config.slots, self._batches)
 
   # What JetStream asks of an engine.
 
@@ -247,7 +251,8 @@ class PolicyEngine(engine_api.Engine):
     self.check_request(request)
     budget = min(request.sampling.max_tokens, room)
     one = Admission(slot=0, tokens=tokens, budget=budget, request=request)
-    packed = self._pack([one], self.config.bucket(true_length))
+    bucket = self.config.bucket(true_length)
+    packed = self._pack([one], bucket, self._batches[0])
     with jax.set_mesh(self._mesh):
       keys, values = self._programs.prefill(params.params, packed)
     return Prefix(keys=keys, values=values, packed=packed)
@@ -332,12 +337,12 @@ class PolicyEngine(engine_api.Engine):
     for admission in admissions:
       bucket = self.config.bucket(len(admission.tokens))
       by_bucket.setdefault(bucket, []).append(admission)
-    most = self._batches[-1]
     with jax.set_mesh(self._mesh):
       for bucket, members in by_bucket.items():
-        for first in range(0, len(members), most):
-          packed = self._pack(members[first : first + most], bucket)
+        for rows in self._splits[len(members)]:
+          packed = self._pack(members[:rows], bucket, rows)
           state = self._programs.admit(params.params, state, packed)
+          members = members[rows:]
     return state
 
   def release(self, state: DecodeState, slots: Sequence[int]) -> DecodeState:
@@ -420,14 +425,25 @@ class PolicyEngine(engine_api.Engine):
     jax.tree_util.tree_map_with_path(check, params, expected, self._shardings)
 
   def _pack(
-    self, admissions: Sequence[Admission], bucket: int, rows: int = 0
+    self, admissions: Sequence[Admission], bucket: int, rows: int
   ) -> np.ndarray:
-    """Packs into the smallest batch that holds the admissions and `rows`."""
-    needed = max(len(admissions), rows)
     return decoding.pack(
       admissions,
-      rows=next(n for n in self._batches if n >= needed),
+      rows=rows,
       bucket=bucket,
       slots=self.config.slots,
       max_stop_ids=self.config.max_stop_ids,
     )
+
+
+def _cheapest_splits(most: int, sizes: Sequence[int]) -> list[tuple[int, ...]]:
+  """For 0 to `most` sequences, the batches of these sizes that cost least."""
+
+  def cost(split: tuple[int, ...]) -> int:
+    return sum(split) + _CALL * len(split)
+
+  splits: list[tuple[int, ...]] = [()]
+  for n in range(1, most + 1):
+    candidates = [(size, *splits[max(n - size, 0)]) for size in sizes]
+    splits.append(min(candidates, key=cost))
+  return splits

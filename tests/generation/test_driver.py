@@ -3,29 +3,14 @@ import dataclasses
 import threading
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from bigram import CONFIG, ask, make_engine, one_device_mesh, script, uniform
+from tiny import INIT, POLICY, full_forward_logp
 
-from rl_tpu import ops
 from rl_tpu.generation import driver as drivers
 from rl_tpu.generation import engine, jetstream
-from rl_tpu.models import transformer
 from rl_tpu.types import VersionedParams
-
-POLICY = transformer.Policy(
-  transformer.Config(
-    vocab_size=64,
-    d_model=16,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    d_ff=32,
-  )
-)
-INIT = jax.jit(POLICY.init)
 
 
 def make_driver(table=None, config=CONFIG, version=0, **arguments):
@@ -268,14 +253,6 @@ def test_x18_members_differ_and_company_does_not_matter():
   assert len(set(answers)) == 8
 
 
-def full_forward_logp(params, prompt, sampled, temperature):
-  tokens = jnp.asarray([[*prompt, *sampled]])
-  positions = jnp.arange(tokens.shape[1])[None]
-  hidden = POLICY.hidden(params, tokens, positions, jnp.zeros_like(tokens))
-  logp = ops.token_logp(POLICY.logits(params, hidden), tokens, temperature)
-  return np.asarray(logp)[0, len(prompt) :]
-
-
 REQUESTS = [
   ask(3, 1, 4, index=0, max_tokens=9),
   ask(1, 5, 9, 2, 6, index=1, max_tokens=8, temperature=0.5),
@@ -302,10 +279,7 @@ def test_h14_recompute_logp_is_a_full_forward_of_the_version_that_sampled():
     assert done.version.tolist() == [1] * 4 + [2] * 2 + [3] * (budget - 6)
     for version in (1, 2, 3):
       expected = full_forward_logp(
-        weights(driver, version).params,
-        request.tokens,
-        done.tokens,
-        request.sampling.temperature,
+        weights(driver, version).params, request, done.tokens
       )
       sampled = done.version == version
       np.testing.assert_allclose(

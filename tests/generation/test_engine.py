@@ -1,29 +1,16 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from bigram import CONFIG, ask, make_engine, one_device_mesh, script, uniform
+from tiny import INIT, POLICY, full_forward_logp
 
-from rl_tpu import ops, sharding
+from rl_tpu import sharding
 from rl_tpu.generation import decoding, engine
 from rl_tpu.generation.decoding import Admission
-from rl_tpu.models import transformer
 from rl_tpu.types import VersionedParams
 
-POLICY = transformer.Policy(
-  transformer.Config(
-    vocab_size=64,
-    d_model=16,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    d_ff=32,
-  )
-)
-INIT = jax.jit(POLICY.init)
 REQUESTS = [
   ask(3, 1, 4, index=0, max_tokens=6),
   ask(1, 5, 9, 2, 6, index=1, max_tokens=7, temperature=0.5),
@@ -65,14 +52,6 @@ def play(served, weights, admissions, state=None):
   return {slot: (tokens[slot], logp[slot], standing[slot]) for slot in tokens}
 
 
-def full_forward_logp(params, prompt, sampled, temperature):
-  tokens = jnp.asarray([[*prompt, *sampled]])
-  positions = jnp.arange(tokens.shape[1])[None]
-  hidden = POLICY.hidden(params, tokens, positions, jnp.zeros_like(tokens))
-  logp = ops.token_logp(POLICY.logits(params, hidden), tokens, temperature)
-  return np.asarray(logp)[0, len(prompt) :]
-
-
 @pytest.fixture(scope="module")
 def served():
   return policy_engine()
@@ -95,9 +74,7 @@ def test_cached_decode_is_the_full_forward_at_every_temperature(
   for slot, request in enumerate(REQUESTS):
     tokens, logp, _ = played[slot]
     assert len(tokens) == request.sampling.max_tokens
-    expected = full_forward_logp(
-      weights.params, request.tokens, tokens, request.sampling.temperature
-    )
+    expected = full_forward_logp(weights.params, request, tokens)
     np.testing.assert_allclose(logp, expected, atol=1e-4)
 
 
@@ -111,7 +88,7 @@ def test_a_sample_does_not_depend_on_slot_company_or_sizes(played, weights):
 
 def test_a_2x2_mesh_samples_what_one_device_samples(played, weights):
   mesh = sharding.make_mesh(sharding.MeshShape(fsdp=2, tensor=2), jax.devices())
-  spread = policy_engine(mesh)
+  spread = policy_engine(mesh, prefill_batches=(1,))
   moved = spread.load_params(weights.params, version=3)
   spread.check_params(moved.params)
   assert len(moved.params["embedding"].sharding.device_set) == 4
@@ -121,6 +98,18 @@ def test_a_2x2_mesh_samples_what_one_device_samples(played, weights):
   for slot, there in zip(order, range(3), strict=True):
     assert result[slot][0] == played[there][0]
     np.testing.assert_allclose(result[slot][1], played[there][1], atol=1e-5)
+
+
+def test_one_sequence_prefills_on_a_mesh_that_splits_slots(weights):
+  mesh = sharding.make_mesh(sharding.MeshShape(fsdp=2, tensor=2), jax.devices())
+  spread = policy_engine(mesh, prefill_batches=(1,))
+  prefix = spread.prefill(
+    params=spread.load_params(weights.params),
+    padded_tokens=np.arange(4),
+    true_length=3,
+  )
+  wanted = spread.get_prefix_destination_sharding().keys
+  assert prefix.keys.sharding.is_equivalent_to(wanted, prefix.keys.ndim)
 
 
 def test_a_resumed_sequence_goes_on_as_if_it_had_never_stopped(
@@ -186,6 +175,17 @@ def test_more_sequences_than_the_largest_batch_are_all_inserted(weights):
     admission(i, ask(1 + i, index=i, max_tokens=2)) for i in range(4)
   ]
   assert len(play(small, weights, admissions)) == 4
+
+
+@pytest.mark.parametrize(
+  ("sequences", "batches"),
+  [(1, (1,)), (8, (8,)), (10, (8, 1, 1)), (29, (32,)), (40, (32, 8))],
+)
+def test_sequences_are_split_into_batches_with_few_unused_rows(
+  sequences, batches
+):
+  split = engine._cheapest_splits(64, (1, 8, 32))[sequences]
+  assert sorted(split, reverse=True) == list(batches)
 
 
 def test_h03_a_stop_id_that_is_also_the_pad_id_is_kept():

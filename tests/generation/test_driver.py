@@ -66,7 +66,7 @@ def long_script():
   return script(*range(16), 0)
 
 
-def test_h03_h06_ids_logp_and_reason_arrive_whole():
+def test_H03_H06_ids_logp_and_reason_arrive_whole():
   driver = make_driver(script(4, 5, 6, 2))
   stopped, cut = complete(
     driver,
@@ -81,7 +81,7 @@ def test_h03_h06_ids_logp_and_reason_arrive_whole():
   assert (cut.tokens.tolist(), cut.stop_reason) == ([5, 6], "length")
 
 
-def test_h09_tokens_come_in_order_with_their_logp_over_100_repeats():
+def test_H09_tokens_come_in_order_with_their_logp_over_100_repeats():
   table = long_script()["table"] * 1e-4 * 4  # Likely, not certain.
   driver = make_driver({"table": table})
   requests = [ask(i % 16, index=i, max_tokens=3) for i in range(100)]
@@ -92,13 +92,13 @@ def test_h09_tokens_come_in_order_with_their_logp_over_100_repeats():
   assert driver.free_slots == 4
 
 
-def test_h09_max_tokens_1_gives_the_first_token_alone():
+def test_H09_max_tokens_1_gives_the_first_token_alone():
   driver = make_driver(long_script())
   (done,) = complete(driver, ask(3, max_tokens=1))
   assert (done.tokens.tolist(), done.stop_reason) == ([4], "length")
 
 
-def test_h10a_cancelled_requests_leave_no_ghosts():
+def test_H10a_cancelled_requests_leave_no_ghosts():
   config = dataclasses.replace(CONFIG, slots=2)
   driver = make_driver(long_script(), config)
 
@@ -125,7 +125,7 @@ def test_h10a_cancelled_requests_leave_no_ghosts():
   assert driver.counters().cancellations == 40
 
 
-def test_h10b_cancelling_the_one_that_waits_does_not_stop_the_one_that_runs():
+def test_H10b_cancelling_the_one_that_waits_does_not_stop_the_one_that_runs():
   driver = make_driver(long_script(), dataclasses.replace(CONFIG, slots=1))
 
   async def main():
@@ -144,7 +144,7 @@ def test_h10b_cancelling_the_one_that_waits_does_not_stop_the_one_that_runs():
   assert cancelled
 
 
-def test_h10c_cancelling_twice_or_after_the_end_is_harmless():
+def test_H10c_cancelling_twice_or_after_the_end_is_harmless():
   driver = make_driver(long_script())
 
   async def main():
@@ -162,7 +162,7 @@ def test_h10c_cancelling_twice_or_after_the_end_is_harmless():
   assert (driver.free_slots, driver.waiting) == (4, 0)
 
 
-def test_h10c_a_client_whose_loop_is_gone_costs_nothing():
+def test_H10c_a_client_whose_loop_is_gone_costs_nothing():
   driver = make_driver(long_script())
   loop = asyncio.new_event_loop()
   task = loop.create_task(driver.generate(ask(1, max_tokens=3)))
@@ -192,7 +192,7 @@ def test_requests_beyond_the_free_slots_wait_in_order():
   assert finished == [0, 1, 2, 3, 4]
 
 
-def test_h13_a_prompt_too_long_is_refused_and_the_next_request_served():
+def test_H13_a_prompt_too_long_is_refused_and_the_next_request_served():
   driver = make_driver(long_script())
 
   async def main():
@@ -211,14 +211,14 @@ def test_the_budget_is_cut_to_what_the_context_leaves():
   assert done.stop_reason == "length"
 
 
-def test_x11_ids_come_back_as_they_were_sampled():
+def test_X11_ids_come_back_as_they_were_sampled():
   driver = make_driver(uniform())
   (done,) = complete(driver, ask(1, max_tokens=9))
   assert done.tokens.shape == done.logp.shape == (9,)
   np.testing.assert_allclose(done.logp, -np.log(16), rtol=1e-6)
 
 
-def test_x13_each_request_keeps_its_own_temperature_and_filters():
+def test_X13_each_request_keeps_its_own_temperature_and_filters():
   table = np.tile(np.log(np.asarray([0.5, 0.3, 0.15, 0.05])), (4, 1))
   full = np.full((16, 16), -1e9, np.float32)
   full[:4, :4] = table
@@ -243,7 +243,7 @@ def test_x13_each_request_keeps_its_own_temperature_and_filters():
   np.testing.assert_allclose(plain.logp, np.log(p[plain.tokens]), atol=1e-5)
 
 
-def test_x18_members_differ_and_company_does_not_matter():
+def test_X18_members_differ_and_company_does_not_matter():
   requests = [ask(1, member=m, max_tokens=12) for m in range(8)]
   together = complete(make_driver(uniform()), *requests)
   one_slot = dataclasses.replace(CONFIG, slots=1, steps_per_dispatch=3)
@@ -271,7 +271,7 @@ async def interrupted_twice(driver):
   return await until_done(driver, *tasks)
 
 
-def test_h14_recompute_logp_is_a_full_forward_of_the_version_that_sampled():
+def test_H14_recompute_logp_is_a_full_forward_of_the_version_that_sampled():
   driver = policy_driver("recompute")
   completions = asyncio.run(interrupted_twice(driver))
   for request, done in zip(REQUESTS, completions, strict=True):
@@ -371,7 +371,7 @@ def test_requests_wait_until_there_are_weights():
   assert asyncio.run(main()).version.tolist() == [5]
 
 
-def test_x09_an_update_on_other_devices_is_refused():
+def test_X09_an_update_on_other_devices_is_refused():
   driver = make_driver(long_script())
   table = jax.device_put(uniform(), jax.devices()[1])
   with pytest.raises(ValueError, match="load_params"):

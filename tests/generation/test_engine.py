@@ -188,7 +188,7 @@ def test_sequences_are_split_into_batches_with_few_unused_rows(
   assert sorted(split, reverse=True) == list(batches)
 
 
-def test_h03_a_stop_id_that_is_also_the_pad_id_is_kept():
+def test_H03_a_stop_id_that_is_also_the_pad_id_is_kept():
   served = make_engine()
   weights = served.load_params(script(4, 5, 6, 2))
   request = ask(4, max_tokens=8, stop_ids=(2,))
@@ -198,7 +198,7 @@ def test_h03_a_stop_id_that_is_also_the_pad_id_is_kept():
   assert standing == decoding.STOPPED
 
 
-def test_h03_without_stop_ids_an_eos_inside_does_not_end_the_answer():
+def test_H03_without_stop_ids_an_eos_inside_does_not_end_the_answer():
   served = make_engine()
   table = script(3, 5, 2, 6)
   table["table"][6, 2] = 1e4
@@ -211,7 +211,7 @@ def test_h03_without_stop_ids_an_eos_inside_does_not_end_the_answer():
   assert standing == decoding.EXHAUSTED
 
 
-def test_h06_any_of_several_stop_ids_ends_the_answer_and_is_kept():
+def test_H06_any_of_several_stop_ids_ends_the_answer_and_is_kept():
   served = make_engine()
   weights = served.load_params(script(4, 5, 6, 7, 8))
   request = ask(4, max_tokens=8, stop_ids=(2, 7))
@@ -230,7 +230,7 @@ def test_a_stop_id_as_the_last_token_of_the_budget_counts_as_stop():
   )
 
 
-def test_x18_8_members_give_8_answers_the_same_on_another_slot_count():
+def test_X18_8_members_give_8_answers_the_same_on_another_slot_count():
   answers = []
   for slots in (8, 3):
     config = engine.Config(
@@ -257,18 +257,18 @@ def test_x18_8_members_give_8_answers_the_same_on_another_slot_count():
 
 
 @pytest.mark.parametrize(("length", "bucket"), [(4, 4), (5, 8), (16, 16)])
-def test_h13_a_prompt_goes_to_the_smallest_bucket_that_holds_it(length, bucket):
+def test_H13_a_prompt_goes_to_the_smallest_bucket_that_holds_it(length, bucket):
   assert CONFIG.bucket(length) == bucket
 
 
-def test_h13_17_tokens_are_refused_by_a_largest_bucket_of_16():
+def test_H13_17_tokens_are_refused_by_a_largest_bucket_of_16():
   served = make_engine(dataclasses.replace(CONFIG, context_length=32))
   served.check_request(ask(*[1] * 16))
   with pytest.raises(ValueError, match=r"17 tokens.*16"):
     served.check_request(ask(*[1] * 17))
 
 
-def test_h13_the_limit_is_on_the_true_length_not_on_the_bucket():
+def test_H13_the_limit_is_on_the_true_length_not_on_the_bucket():
   config = dataclasses.replace(CONFIG, context_length=7, prefill_buckets=(4, 8))
   served = make_engine(config)
   served.check_request(ask(*[1] * 6))
@@ -292,7 +292,7 @@ def test_requests_that_cannot_be_served_are_refused(request_, message):
     make_engine().check_request(request_)
 
 
-def test_x09_weights_that_stayed_on_other_devices_are_refused(served):
+def test_X09_weights_that_stayed_on_other_devices_are_refused(served):
   elsewhere = sharding.make_mesh(sharding.MeshShape(), jax.devices()[1:])
   params = sharding.reshard(
     INIT(jax.random.key(0)), POLICY.param_shardings(elsewhere)
@@ -301,7 +301,7 @@ def test_x09_weights_that_stayed_on_other_devices_are_refused(served):
     served.check_params(params)
 
 
-def test_h15_weights_of_another_model_are_refused(served, weights):
+def test_H15_weights_of_another_model_are_refused(served, weights):
   renamed = dict(weights.params)
   renamed["head"] = renamed.pop("embedding")
   with pytest.raises(ValueError, match="named"):

@@ -63,7 +63,7 @@ def rows_of(probabilities, slots):
     ({"top_p": 1e-9}, 1),
   ],
 )
-def test_h01_logp_is_of_the_truncated_distribution(how, kept):
+def test_H01_logp_is_of_the_truncated_distribution(how, kept):
   token, logp = draw(rows_of(P, 256), settings(256, **how))
   mass = sum(P[:kept])
   assert set(token) == set(range(kept))
@@ -71,12 +71,12 @@ def test_h01_logp_is_of_the_truncated_distribution(how, kept):
   np.testing.assert_allclose(logp, expected, atol=1e-5)
 
 
-def test_h01_token_0_under_top_p_08_has_log_0625():
+def test_H01_token_0_under_top_p_08_has_log_0625():
   token, logp = draw(rows_of(P, 256), settings(256, top_p=0.8))
   np.testing.assert_allclose(logp[token == 0], math.log(0.625), atol=1e-6)
 
 
-def test_h01_top_p_of_exactly_k_tokens_keeps_k_whatever_float32_sums_to():
+def test_H01_top_p_of_exactly_k_tokens_keeps_k_whatever_float32_sums_to():
   k = np.arange(256) % 11 + 1
   how = settings(256, top_p=k / 12)
   _, logp = draw(rows_of([1 / 12] * 12, 256), how)
@@ -84,13 +84,13 @@ def test_h01_top_p_of_exactly_k_tokens_keeps_k_whatever_float32_sums_to():
 
 
 @pytest.mark.parametrize("off", [0, -1])
-def test_x13_top_k_off_draws_all_of_4_equal_tokens(off):
+def test_X13_top_k_off_draws_all_of_4_equal_tokens(off):
   token, logp = draw(rows_of([0.25] * 4, 256), settings(256, top_k=off))
   assert set(token) == {0, 1, 2, 3}
   np.testing.assert_allclose(logp, math.log(0.25), atol=1e-6)
 
 
-def test_x13_each_row_keeps_its_own_temperature_and_filters():
+def test_X13_each_row_keeps_its_own_temperature_and_filters():
   how = settings(
     4,
     temperature=[1.0, 0.5, 0.0, 2.0],

@@ -100,6 +100,10 @@ class Completion:
   """i32[n], version of the weights that sampled each token."""
   stop_reason: StopReason
   """`stop` (a stop id was sampled) or `length` (budget or context full)."""
+  topk_ids: np.ndarray | None = None
+  """i32[n, K], the most likely tokens of each step; None where K = 0."""
+  topk_logp: np.ndarray | None = None
+  """f32[n, K], of the same distribution as `logp`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,6 +128,12 @@ class Trajectory:
   """f32[T]: an outcome lies on the last action token."""
   temperature: float = 1.0
   stop_reason: StopReason = "stop"
+  behavior_topk_ids: np.ndarray | None = None
+  """i32[T, K], the sampler's head for score centering: its most likely tokens;
+  -1 where unused. None where the sampler keeps no head (K = 0)."""
+  behavior_topk_logp: np.ndarray | None = None
+  """f32[T, K], their logp under the distribution sampled from; -inf where
+  unused."""
 
   def __post_init__(self):
     shape = np.shape(self.tokens)
@@ -133,6 +143,16 @@ class Trajectory:
           f"Trajectory.{name} has shape {np.shape(getattr(self, name))}; "
           f"it must be [T] like tokens, which has {shape}"
         )
+    ids, logp = (
+      np.shape(self.behavior_topk_ids),
+      np.shape(self.behavior_topk_logp),
+    )
+    # An absent head has shape ().
+    if ids != logp or (ids and (len(ids) != 2 or ids[:1] != shape)):
+      raise ValueError(
+        f"Trajectory.behavior_topk_ids and _logp have shapes {ids} and {logp}; "
+        f"they must be [T, K] alike, with T = {shape[0]}, or both None"
+      )
     if not shape[0] or self.action_mask[0] or not self.action_mask.any():
       raise ValueError(
         "Trajectory.action_mask must start with False and hold an action; "
@@ -181,7 +201,8 @@ class Batch:
   """Packed trajectories on device: R rows of T tokens, several a row.
 
   Fields of shape [N] belong to trajectories, numbered by `trajectory_ids`;
-  unused places carry group -1. The learner writes the last three fields.
+  unused places carry group -1. The learner writes the last three fields; head
+  arrays are absent where the sampler keeps no head.
   """
 
   tokens: Int[Array, "R T"]
@@ -201,6 +222,10 @@ class Batch:
   """Who shares a baseline; -1 where there is no trajectory."""
   version: Int[Array, ""]
   """Version v of the weights before this batch is trained."""
+  behavior_topk_ids: Int[Array, "R T K"] | None = None
+  """The sampler's head; -1 where unused. None where K = 0."""
+  behavior_topk_logp: Float[Array, "R T K"] | None = None
+  """-inf where unused."""
   advantages: Float[Array, "R T"] | None = None
   returns: Float[Array, "R T"] | None = None
   values: Float[Array, "R T"] | None = None
@@ -214,6 +239,8 @@ class Batch:
     "token_version",
     "rewards",
     "temperature",
+    "behavior_topk_ids",
+    "behavior_topk_logp",
     "advantages",
     "returns",
     "values",
@@ -247,6 +274,12 @@ class PolicyOutputs:
   entropy: Float[Array, "R T"] | None = None
   """Of the target distribution, in nats."""
   values: Float[Array, "R T"] | None = None
+  """Of the critic: the return to expect from the state before each token."""
+  target_topk_logp: Float[Array, "R T K"] | None = None
+  """Of the behavior policy's head, under the target policy; normalised over
+  the whole vocabulary. Meaningless where the head's id is -1."""
+  proximal_topk_logp: Float[Array, "R T K"] | None = None
+  """The same under the proximal policy."""
 
 
 @jax.tree_util.register_dataclass

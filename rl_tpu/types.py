@@ -143,11 +143,8 @@ class Trajectory:
           f"Trajectory.{name} has shape {np.shape(getattr(self, name))}; "
           f"it must be [T] like tokens, which has {shape}"
         )
-    ids, logp = (
-      np.shape(self.behavior_topk_ids),
-      np.shape(self.behavior_topk_logp),
-    )
-    # An absent head has shape ().
+    head = (self.behavior_topk_ids, self.behavior_topk_logp)
+    ids, logp = (() if array is None else np.shape(array) for array in head)
     if ids != logp or (ids and (len(ids) != 2 or ids[:1] != shape)):
       raise ValueError(
         f"Trajectory.behavior_topk_ids and _logp have shapes {ids} and {logp}; "

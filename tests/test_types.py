@@ -125,3 +125,16 @@ def test_map_rows_leaves_the_fields_of_trajectories_whole():
 def test_every_row_field_is_a_field_of_the_batch():
   fields = {field.name for field in dataclasses.fields(Batch)}
   assert fields - set(Batch.ROW_FIELDS) == {"truncated", "group_ids", "version"}
+
+
+def test_a_head_must_have_a_row_for_each_token():
+  ids, logp = np.zeros((5, 2), np.int32), np.zeros((5, 2), np.float32)
+  kept = Trajectory(**GOOD, behavior_topk_ids=ids, behavior_topk_logp=logp)
+  assert kept.behavior_topk_ids is ids
+  for bad in (
+    {"behavior_topk_ids": ids},
+    {"behavior_topk_ids": ids[:2], "behavior_topk_logp": logp[:2]},
+    {"behavior_topk_ids": ids[:, 0], "behavior_topk_logp": logp[:, 0]},
+  ):
+    with pytest.raises(ValueError, match="behavior_topk_ids"):
+      Trajectory(**GOOD, **bad)

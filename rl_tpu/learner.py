@@ -2,7 +2,8 @@ r"""The learner: one jitted update over a mesh, exact under micro-batching.
 
 A batch is consumed once. Before its first minibatch one forward pass without
 gradients gives the proximal logp (weights before the update) if the algorithm
-requires it, and the advantages are computed over the whole batch. Then each
+requires it; a critic, if the algorithm has one, learns from the batch and gives
+its values; and the advantages are computed over the whole batch. Then each
 minibatch is one optimizer step. Its gradient is
 
   grad sum_m total_m / sum_m count_m      over its microbatches m,
@@ -24,13 +25,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from rl_tpu import algorithms, ops, sharding
+from rl_tpu import algorithms, critic, ops, optimizer, sharding
 from rl_tpu.models import transformer
+from rl_tpu.optimizer import NonFiniteError as NonFiniteError
 from rl_tpu.types import Batch, Estimate, PolicyOutputs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(optimizer.Config):
   """How a batch becomes optimizer steps."""
 
   minibatches: int = 1
@@ -39,40 +41,17 @@ class Config:
   """Rows of one backward pass, >= 1; a multiple of data * fsdp."""
   row_length: int = 128
   """Tokens of a packed row, >= 2; no trajectory may be longer."""
-  learning_rate: float = 2e-5
-  """Peak, > 0 (AReaL: 2e-5)."""
-  warmup_minibatches: int = 0
-  """Optimizer steps of linear warm-up from 0, >= 0; constant after."""
-  weight_decay: float = 0.05
-  """Decoupled, on matrices only, >= 0 (AReaL: 0.05)."""
-  beta1: float = 0.9
-  """Adam's first decay, in [0, 1)."""
-  beta2: float = 0.95
-  """Adam's second decay, in [0, 1) (AReaL: 0.95)."""
-  epsilon: float = 1e-5
-  """Added to the root of Adam's second moment, > 0 (AReaL: 1e-5)."""
-  max_grad_norm: float = 1.0
-  """Gradients are scaled down to this global norm, > 0."""
-  max_nonfinite_in_a_row: int = 3
-  """Skipped updates in a row that stop the run, >= 1."""
 
   def __post_init__(self):
-    for name, good, allowed in (
-      ("minibatches", self.minibatches >= 1, ">= 1"),
-      ("microbatch_rows", self.microbatch_rows >= 1, ">= 1"),
-      ("row_length", self.row_length >= 2, ">= 2"),
-      ("learning_rate", self.learning_rate > 0, "> 0"),
-      ("warmup_minibatches", self.warmup_minibatches >= 0, ">= 0"),
-      ("weight_decay", self.weight_decay >= 0, ">= 0"),
-      ("beta1", 0 <= self.beta1 < 1, "in [0, 1)"),
-      ("beta2", 0 <= self.beta2 < 1, "in [0, 1)"),
-      ("epsilon", self.epsilon > 0, "> 0"),
-      ("max_grad_norm", self.max_grad_norm > 0, "> 0"),
-      ("max_nonfinite_in_a_row", self.max_nonfinite_in_a_row >= 1, ">= 1"),
+    super().__post_init__()
+    for name, least in (
+      ("minibatches", 1),
+      ("microbatch_rows", 1),
+      ("row_length", 2),
     ):
-      if not good:
+      if getattr(self, name) < least:
         raise ValueError(
-          f"learner.{name} is {getattr(self, name)!r}; it must be {allowed}"
+          f"{name} is {getattr(self, name)!r}; it must be >= {least}"
         )
 
   @property
@@ -83,15 +62,10 @@ class Config:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class State:
-  """What an update changes; sharded over the trainer mesh."""
+class State(optimizer.State):
+  """What training changes: the policy's weights and optimizer, the critic's."""
 
-  params: Any
-  optimizer: Any
-
-
-class NonFiniteError(RuntimeError):
-  """Several updates in a row had a gradient that is not finite."""
+  critic: optimizer.State | None = None
 
 
 class Learner:
@@ -104,7 +78,9 @@ class Learner:
     algorithm_config: Any,
     config: Config,
     mesh: jax.sharding.Mesh,
+    *,
     learning_rate: optax.Schedule | None = None,
+    critic_config: critic.Config | None = None,
   ):
     """Builds the jitted functions; nothing is computed yet.
 
@@ -115,6 +91,7 @@ class Learner:
       config: how a batch becomes optimizer steps.
       mesh: where.
       learning_rate: by optimizer step, in place of the config's.
+      critic_config: of the critic, where the algorithm has one.
 
     Raises:
       ValueError: weights or microbatch rows do not divide over the mesh.
@@ -122,8 +99,8 @@ class Learner:
     ways = mesh.shape["data"] * mesh.shape["fsdp"]
     if config.microbatch_rows % ways:
       raise ValueError(
-        f"learner.microbatch_rows is {config.microbatch_rows}; it must be a "
-        f"multiple of data * fsdp = {ways}"
+        f"microbatch_rows is {config.microbatch_rows}; it must be a multiple "
+        f"of data * fsdp = {ways}"
       )
     self.policy = policy
     self.algorithm = algorithm
@@ -131,30 +108,58 @@ class Learner:
     self.requires = algorithms.requires(algorithm, algorithm_config)
     self.config = config
     self.mesh = mesh
-    self._optimizer = _optimizer(config, policy.logical_axes(), learning_rate)
-    self.shardings = self._state_shardings()
-    rows = sharding.named(mesh, None, None, "rows", None)
-    self._prepare = jax.jit(self._prepare_batch, out_shardings=rows)
+    self.optimizer = optimizer.Optimizer(
+      config,
+      mesh,
+      policy.abstract_params(),
+      policy.logical_axes(),
+      learning_rate=learning_rate,
+    )
+    self.critic = None
+    if hasattr(algorithm, "value_loss"):
+      self.critic = critic.Critic(
+        policy,
+        algorithm,
+        algorithm_config,
+        critic_config or critic.Config(),
+        mesh,
+      )
+    rows = sharding.named(mesh, None, None, "rows")
+    self._score = jax.jit(self._score_batch, out_shardings=rows)
+    self._credit = jax.jit(self._credit_batch, out_shardings=rows)
     self._update = jax.jit(
       self._update_minibatch,
       donate_argnums=0,
-      out_shardings=(self.shardings, None),
+      out_shardings=(self.optimizer.shardings, None),
     )
+    if self.critic is not None:
+      self._values = jax.jit(self._values_of_batch, out_shardings=rows)
+      self._returns = jax.jit(self._returns_of_batch, out_shardings=rows)
+      self._update_critic = jax.jit(
+        self._update_critic_once,
+        donate_argnums=0,
+        out_shardings=(self.critic.optimizer.shardings, None),
+      )
 
-  def init(self, params: Any) -> State:
-    """A fresh state around a copy of these weights."""
-    params = sharding.reshard(params, self.shardings.params)
-    init = jax.jit(self._optimizer.init, out_shardings=self.shardings.optimizer)
-    return State(params=params, optimizer=init(params))
+  def init(self, params: Any, seed: int = 0) -> State:
+    """A fresh state around a copy of these weights.
+
+    The critic starts from the same weights, its head from `seed`.
+    """
+    state = self.optimizer.init(params)
+    values = None
+    if self.critic is not None:
+      values = self.critic.init(state.params, jax.random.key(seed))
+    return State(params=state.params, optimizer=state.optimizer, critic=values)
 
   def abstract_state(self) -> State:
     """Shapes, dtypes and shardings of a state, for restoring one."""
-    return jax.tree.map(
-      lambda leaf, where: jax.ShapeDtypeStruct(
-        leaf.shape, leaf.dtype, sharding=where
-      ),
-      self._abstract(),
-      self.shardings,
+    policy = self.optimizer.abstract_state()
+    values = None
+    if self.critic is not None:
+      values = self.critic.optimizer.abstract_state()
+    return State(
+      params=policy.params, optimizer=policy.optimizer, critic=values
     )
 
   def train(self, state: State, batch: Batch) -> tuple[State, dict[str, float]]:
@@ -171,37 +176,42 @@ class Learner:
     Raises:
       NonFiniteError: too many updates in a row were skipped.
     """
-    arranged = self._arrange(batch)
     pooled: dict[str, Estimate] = {}
+    policy = optimizer.State(params=state.params, optimizer=state.optimizer)
+    values = state.critic
+    frozen = False
     with jax.set_mesh(self.mesh):
-      advantages, outputs = self._prepare(state.params, arranged)
+      arranged = self._arrange(batch)
+      outputs = self._score(policy.params, arranged)
+      if self.critic is not None:
+        frozen = int(batch.version) < self.critic.config.only_batches
+        values, arranged, outputs, pooled = self._learn_values(
+          values, arranged, outputs
+        )
+      advantages = self._credit(arranged, outputs)
       arranged = dataclasses.replace(arranged, advantages=advantages)
-      for index in range(self.config.minibatches):
-        state, metrics = self._update(state, arranged, outputs, index)
-        pooled = {
-          name: pooled[name] + estimate if name in pooled else estimate
-          for name, estimate in metrics.items()
-        }
-    guard = state.optimizer
-    host = jax.device_get(
-      (pooled, guard.notfinite_count, guard.total_notfinite)
+      for index in range(0 if frozen else self.config.minibatches):
+        policy, metrics = self._update(policy, arranged, outputs, index)
+        pooled = _pool(pooled, metrics)
+    state = State(
+      params=policy.params, optimizer=policy.optimizer, critic=values
     )
-    pooled, in_a_row, total = host
-    if in_a_row >= self.config.max_nonfinite_in_a_row:
-      raise NonFiniteError(
-        f"{int(in_a_row)} updates in a row had a gradient that is not finite "
-        f"(batch of version {int(batch.version)}); "
-        "learner.max_nonfinite_in_a_row allows "
-        f"{self.config.max_nonfinite_in_a_row - 1}"
-      )
-    metrics = {
-      name: float(estimate.mean(float("nan")))
-      for name, estimate in pooled.items()
-    }
-    return state, metrics | {"nonfinite_updates": float(total)}
+    return state, self._fetch(state, pooled)
+
+  def train_critic(
+    self, state: State, batch: Batch
+  ) -> tuple[State, dict[str, float]]:
+    """Lets the critic alone learn from a batch; `state.critic` is donated."""
+    assert self.critic is not None, "the algorithm has no critic"
+    with jax.set_mesh(self.mesh):
+      arranged = self._arrange(batch)
+      outputs = self._score(state.params, arranged)
+      values, _, _, pooled = self._learn_values(state.critic, arranged, outputs)
+    state = dataclasses.replace(state, critic=values)
+    return state, self._fetch(state, pooled)
 
   def logp(self, params: Any, batch: Batch) -> np.ndarray:
-    """Logp of the batch's tokens under `params`, f32[R, T]."""
+    """Log-probabilities of the batch's tokens under `params`, f32[R, T]."""
     with jax.set_mesh(self.mesh):
       outputs = jax.jit(self._outputs)(params, batch)
     return np.asarray(outputs.target_logp)
@@ -209,7 +219,7 @@ class Learner:
   def _arrange(self, batch: Batch) -> Batch:
     """Deals rows to minibatches in turn and puts them on the mesh."""
     n, r = self.config.minibatches, self.config.microbatch_rows
-    rows, length = batch.tokens.shape
+    rows = batch.tokens.shape[0]
     if rows % (n * r):
       raise ValueError(
         f"the batch has {rows} rows; it must be a multiple of "
@@ -217,37 +227,87 @@ class Learner:
       )
 
     def deal(x):
-      dealt = np.asarray(x).reshape(rows // n, n, length).swapaxes(0, 1)
-      return dealt.reshape(n, rows // (n * r), r, length)
+      rest = np.shape(x)[1:]
+      dealt = np.asarray(x).reshape(rows // n, n, *rest).swapaxes(0, 1)
+      return dealt.reshape(n, rows // (n * r), r, *rest)
 
     batch = batch.map_rows(deal)
-    by_rows = sharding.named(self.mesh, None, None, "rows", None)
+    by_rows = sharding.named(self.mesh, None, None, "rows")
     whole = sharding.named(self.mesh)
-    where = jax.tree.map(lambda x: by_rows if np.ndim(x) == 4 else whole, batch)
+    where = jax.tree.map(lambda x: by_rows if np.ndim(x) >= 4 else whole, batch)
     return jax.device_put(batch, where)
 
-  def _prepare_batch(self, params, arranged: Batch):
-    """What is constant over the minibatches: (advantages, outputs)."""
-    n, m, r, length = arranged.tokens.shape
-    flat = arranged.map_rows(lambda x: x.reshape(n * m * r, length))
+  def _score_batch(self, params, arranged: Batch) -> PolicyOutputs:
+    """Outputs that are constant over the minibatches, [n, m, r, T, ...]."""
     if "proximal_logp" in self.requires:
-      micro = arranged.map_rows(lambda x: x.reshape(n * m, r, length))
+      micro, count = _microbatches(arranged)
 
       def forward(index):
-        part = micro.map_rows(lambda x: x[index])
-        return self._outputs(params, part).target_logp
+        return self._outputs(params, micro(index)).target_logp
 
-      proximal = jax.lax.map(forward, jnp.arange(n * m))
-      proximal = proximal.reshape(n * m * r, length)
+      proximal = jax.lax.map(forward, jnp.arange(count))
+      proximal = proximal.reshape(arranged.tokens.shape)
     else:
       proximal = None
     # Before the first minibatch target and proximal are the same policy;
-    # algorithms that require neither see behavior in their place.
-    target = flat.behavior_logp if proximal is None else proximal
-    outputs = PolicyOutputs(target_logp=target, proximal_logp=proximal)
-    advantages = self.algorithm.advantages(flat, outputs, self.algorithm_config)
-    constants = (advantages, outputs)
-    return jax.tree.map(lambda x: x.reshape(n, m, r, length), constants)
+    # algorithms that do not require it see behavior in its place.
+    target = arranged.behavior_logp if proximal is None else proximal
+    return PolicyOutputs(target_logp=target, proximal_logp=proximal)
+
+  def _credit_batch(self, arranged: Batch, outputs: PolicyOutputs):
+    """Advantages of the whole batch, [n, m, r, T]."""
+    advantages = self.algorithm.advantages(
+      *_flat(arranged, outputs), self.algorithm_config
+    )
+    return advantages.reshape(arranged.tokens.shape)
+
+  def _learn_values(self, values, arranged: Batch, outputs: PolicyOutputs):
+    """Updates the critic K times; see `critic`.
+
+    Returns its state, the batch with values and returns, the outputs with the
+    values that advantages are made of, and metrics.
+    """
+    assert self.critic is not None
+    before = self._values(values.params, arranged)
+    outputs = dataclasses.replace(outputs, values=before)
+    returns, explained = self._returns(arranged, outputs)
+    arranged = dataclasses.replace(arranged, values=before, returns=returns)
+    pooled = {"explained_variance": explained}
+    last = self.critic.updates - 1
+    for update in range(self.critic.updates):
+      if update == last > 0:
+        # "pre": the values before the last update.
+        before = self._values(values.params, arranged)
+      values, metrics = self._update_critic(values, arranged)
+      pooled = _pool(pooled, metrics)
+    if self.algorithm_config.values == "post":
+      before = self._values(values.params, arranged)
+    return values, arranged, dataclasses.replace(outputs, values=before), pooled
+
+  def _values_of_batch(self, params, arranged: Batch):
+    assert self.critic is not None
+    model = self.critic.model
+    micro, count = _microbatches(arranged)
+    values = jax.lax.map(
+      lambda index: model.values(params, micro(index)), jnp.arange(count)
+    )
+    return values.reshape(arranged.tokens.shape)
+
+  def _returns_of_batch(self, arranged: Batch, outputs: PolicyOutputs):
+    assert self.critic is not None
+    flat, flat_outputs = _flat(arranged, outputs)
+    returns = self.critic.returns(flat, flat_outputs)
+    explained = critic.explained_variance(
+      ops.required(flat_outputs.values, "outputs.values"),
+      returns,
+      flat.action_mask,
+    )
+    return returns.reshape(arranged.tokens.shape), explained
+
+  def _update_critic_once(self, values: optimizer.State, arranged: Batch):
+    assert self.critic is not None
+    micro, count = _microbatches(arranged)
+    return self.critic.step(values, micro, count)
 
   def _outputs(self, params, batch: Batch) -> PolicyOutputs:
     hidden = self.policy.hidden(
@@ -260,90 +320,59 @@ class Learner:
       )
     )
 
-  def _update_minibatch(self, state: State, arranged, constants, index):
+  def _update_minibatch(
+    self, state: optimizer.State, arranged: Batch, constants, index
+  ):
     """One optimizer step on minibatch `index`."""
-
-    def loss(params, micro):
-      batch, fixed = micro
-      live = self._outputs(params, batch)
-      outputs = dataclasses.replace(fixed, target_logp=live.target_logp)
-      estimate, metrics = self.algorithm.loss(
-        outputs, batch, self.algorithm_config
-      )
-      return estimate.total, {"loss": estimate} | metrics
 
     def microbatch(m):
       pick = lambda x: x[index, m]  # noqa: E731
       return arranged.map_rows(pick), jax.tree.map(pick, constants)
 
-    gradient = jax.grad(loss, has_aux=True)
+    def loss(params, micro):
+      batch, fixed = micro
+      live = self._outputs(params, batch)
+      outputs = dataclasses.replace(fixed, target_logp=live.target_logp)
+      return self.algorithm.loss(outputs, batch, self.algorithm_config)
 
-    def accumulate(carry, m):
-      new = gradient(state.params, microbatch(m))
-      return jax.tree.map(jnp.add, carry, new), None
-
-    zeros = jax.tree.map(
-      lambda leaf: jnp.zeros(leaf.shape, leaf.dtype),
-      jax.eval_shape(gradient, state.params, microbatch(0)),
+    state, metrics, gradient = self.optimizer.step(
+      state, loss, microbatch, arranged.tokens.shape[1]
     )
-    count = arranged.tokens.shape[1]
-    (total, metrics), _ = jax.lax.scan(accumulate, zeros, jnp.arange(count))
-    scale = Estimate(total=jnp.ones(()), count=metrics["loss"].count).mean(
-      empty=0.0
-    )
-    mean = jax.tree.map(lambda g: g * scale, total)
-    norm = optax.tree.norm(mean)
-    updates, optimizer = self._optimizer.update(
-      mean, state.optimizer, state.params
-    )
-    params = optax.apply_updates(state.params, updates)
-    metrics["grad_norm"] = Estimate(total=norm, count=jnp.ones(()))
-    return State(params=params, optimizer=optimizer), metrics
+    norm = Estimate(total=optax.tree.norm(gradient), count=jnp.ones(()))
+    return state, metrics | {"grad_norm": norm}
 
-  def _abstract(self) -> State:
-    params = self.policy.abstract_params()
-    return State(
-      params=params, optimizer=jax.eval_shape(self._optimizer.init, params)
-    )
-
-  def _state_shardings(self) -> State:
-    """Optimizer moments live where their weights live."""
-    params = self.policy.param_shardings(self.mesh)
-    whole = sharding.named(self.mesh)
-    optimizer = optax.tree_map_params(
-      self._optimizer,
-      lambda _, where: where,
-      self._abstract().optimizer,
-      params,
-      transform_non_params=lambda _: whole,
-    )
-    return State(params=params, optimizer=optimizer)
+  def _fetch(self, state: State, pooled: dict) -> dict[str, float]:
+    """Metrics on the host; stops the run if updates keep being skipped."""
+    policy = optimizer.State(params=state.params, optimizer=state.optimizer)
+    guards = {"the policy": self.optimizer.skipped(policy)}
+    if self.critic is not None and state.critic is not None:
+      guards["the critic"] = self.critic.optimizer.skipped(state.critic)
+    pooled, guards = jax.device_get((pooled, guards))
+    for what, (in_a_row, _) in guards.items():
+      self.optimizer.check_finite(int(in_a_row), what)
+    metrics = {
+      name: float(estimate.mean(float("nan")))
+      for name, estimate in pooled.items()
+    }
+    skipped = sum(total for _, total in guards.values())
+    return metrics | {"nonfinite_updates": float(skipped)}
 
 
-def _optimizer(
-  config: Config, axes: Any, learning_rate: optax.Schedule | None
-) -> optax.GradientTransformation:
-  """AdamW behind a global-norm clip, guarded against non-finite gradients."""
-  is_matrix = jax.tree.map(
-    lambda names: any(name not in (None, "layers") for name in names),
-    axes,
-    is_leaf=lambda leaf: isinstance(leaf, tuple),
-  )
-  rate = learning_rate or optax.warmup_constant_schedule(
-    0.0 if config.warmup_minibatches else config.learning_rate,
-    config.learning_rate,
-    config.warmup_minibatches,
-  )
-  chain = optax.chain(
-    optax.clip_by_global_norm(config.max_grad_norm),
-    optax.adamw(
-      rate,
-      b1=config.beta1,
-      b2=config.beta2,
-      eps=config.epsilon,
-      weight_decay=config.weight_decay,
-      mask=is_matrix,
-    ),
-  )
-  # The guard would apply the update after so many errors; `train` stops first.
-  return optax.apply_if_finite(chain, max_consecutive_errors=2**30)
+def _microbatches(arranged: Batch):
+  """The batch's microbatches as a function of their number, and how many."""
+  n, m = arranged.tokens.shape[:2]
+  joined = arranged.map_rows(lambda x: x.reshape(n * m, *x.shape[2:]))
+  return lambda index: joined.map_rows(lambda x: x[index]), n * m
+
+
+def _flat(arranged: Batch, outputs: PolicyOutputs):
+  """Batch and outputs with one row axis."""
+  flatten = lambda x: x.reshape(-1, *x.shape[3:])  # noqa: E731
+  return arranged.map_rows(flatten), jax.tree.map(flatten, outputs)
+
+
+def _pool(pooled: dict[str, Estimate], new: dict[str, Estimate]):
+  return pooled | {
+    name: pooled[name] + estimate if name in pooled else estimate
+    for name, estimate in new.items()
+  }

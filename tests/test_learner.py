@@ -231,7 +231,7 @@ def test_what_does_not_fit_is_refused_by_name():
       dataclasses.replace(SETTINGS, microbatch_rows=3),
       shape=sharding.MeshShape(data=2),
     )
-  with pytest.raises(ValueError, match="learner.beta2 is 1.0"):
+  with pytest.raises(ValueError, match="beta2 is 1.0"):
     dataclasses.replace(SETTINGS, beta2=1.0)
   it, state = make(dataclasses.replace(SETTINGS, microbatch_rows=32))
   with pytest.raises(ValueError, match=r"32 rows.*= 64"):

@@ -1,0 +1,255 @@
+"""AdamW behind a global-norm clip, guarded against non-finite gradients.
+
+The settings are a dataclass that the learner's and the critic's configs extend.
+Weights that are frozen get no update, no decay and no moments.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from rl_tpu import sharding
+from rl_tpu.types import Estimate
+
+LogicalAxes = Any
+"""A tree like the weights whose leaves are tuples of axis names."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+  """How gradients become updates."""
+
+  learning_rate: float = 2e-5
+  """Peak, > 0 (AReaL: 2e-5)."""
+  warmup_minibatches: int = 0
+  """Optimizer steps of linear warm-up, >= 0; constant after. Step n of them
+  (from 1) has n / (warmup_minibatches + 1) of the peak."""
+  weight_decay: float = 0.05
+  """Decoupled, on matrices only, >= 0 (AReaL: 0.05)."""
+  beta1: float = 0.9
+  """Adam's first decay, in [0, 1)."""
+  beta2: float = 0.95
+  """Adam's second decay, in [0, 1) (AReaL: 0.95)."""
+  epsilon: float = 1e-5
+  """Added to the root of Adam's second moment, > 0 (AReaL: 1e-5)."""
+  max_grad_norm: float = 1.0
+  """Gradients are scaled down to this global norm, > 0."""
+  max_nonfinite_in_a_row: int = 3
+  """Skipped updates in a row that stop the run, >= 1."""
+
+  def __post_init__(self):
+    for name, good, allowed in (
+      ("learning_rate", self.learning_rate > 0, "> 0"),
+      ("warmup_minibatches", self.warmup_minibatches >= 0, ">= 0"),
+      ("weight_decay", self.weight_decay >= 0, ">= 0"),
+      ("beta1", 0 <= self.beta1 < 1, "in [0, 1)"),
+      ("beta2", 0 <= self.beta2 < 1, "in [0, 1)"),
+      ("epsilon", self.epsilon > 0, "> 0"),
+      ("max_grad_norm", self.max_grad_norm > 0, "> 0"),
+      ("max_nonfinite_in_a_row", self.max_nonfinite_in_a_row >= 1, ">= 1"),
+    ):
+      if not good:
+        raise ValueError(
+          f"{name} is {getattr(self, name)!r}; it must be {allowed}"
+        )
+
+
+class NonFiniteError(RuntimeError):
+  """Several updates in a row had a gradient that is not finite."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class State:
+  """What an update changes: weights and optimizer, sharded alike."""
+
+  params: Any
+  optimizer: Any
+
+
+class Optimizer:
+  """Turns microbatches into one guarded step over a mesh."""
+
+  def __init__(
+    self,
+    config: Config,
+    mesh: jax.sharding.Mesh,
+    abstract_params: Any,
+    axes: LogicalAxes,
+    *,
+    learning_rate: optax.Schedule | None = None,
+    is_frozen: Callable[[str], bool] = lambda path: False,
+  ):
+    """Builds the transformation and places its state.
+
+    Args:
+      config: its numbers.
+      mesh: where weights and moments live.
+      abstract_params: shapes and dtypes of the weights.
+      axes: their logical axes.
+      learning_rate: by optimizer step, in place of the config's.
+      is_frozen: of a weight's key path, such as "['layers']['attention']...".
+
+    Raises:
+      ValueError: weights do not divide over the mesh.
+    """
+    self.config = config
+    self._transformation = _transformation(
+      config, axes, learning_rate, is_frozen
+    )
+    self.abstract = State(
+      params=abstract_params,
+      optimizer=jax.eval_shape(self._transformation.init, abstract_params),
+    )
+    params = sharding.tree_shardings(mesh, abstract_params, axes)
+    whole = sharding.named(mesh)
+    self.shardings = State(
+      params=params,
+      optimizer=optax.tree_map_params(
+        self._transformation,
+        lambda leaf, where: (
+          leaf if isinstance(leaf, optax.MaskedNode) else where
+        ),
+        self.abstract.optimizer,
+        params,
+        transform_non_params=lambda leaf: whole,
+        is_leaf=lambda leaf: isinstance(leaf, optax.MaskedNode),
+      ),
+    )
+
+  def abstract_state(self) -> State:
+    """Shapes, dtypes and shardings of a state, for restoring one."""
+    return jax.tree.map(
+      lambda leaf, where: jax.ShapeDtypeStruct(
+        leaf.shape, leaf.dtype, sharding=where
+      ),
+      self.abstract,
+      self.shardings,
+    )
+
+  def init(self, params: Any) -> State:
+    """A fresh state around a copy of these weights."""
+    params = sharding.reshard(params, self.shardings.params)
+    init = jax.jit(
+      self._transformation.init, out_shardings=self.shardings.optimizer
+    )
+    return State(params=params, optimizer=init(params))
+
+  def step(
+    self,
+    state: State,
+    loss: Callable[[Any, Any], tuple[Estimate, dict[str, Estimate]]],
+    microbatch: Callable[[jax.Array], Any],
+    count: int,
+  ) -> tuple[State, dict[str, Estimate], Any]:
+    """One step on `count` microbatches, inside jit.
+
+    The gradient is that of the sum of the totals over the sum of the counts,
+    so how a minibatch is split changes nothing but memory.
+
+    Args:
+      state: before the step.
+      loss: of (params, microbatch); an Estimate and metrics.
+      microbatch: the m-th of them.
+      count: how many there are.
+
+    Returns:
+      The state after it, the pooled metrics (`loss` among them), and the
+      gradient before clipping.
+    """
+
+    def total(params, part):
+      estimate, metrics = loss(params, part)
+      return estimate.total, {"loss": estimate} | metrics
+
+    gradient = jax.grad(total, has_aux=True)
+
+    def accumulate(carry, m):
+      new = gradient(state.params, microbatch(m))
+      return jax.tree.map(jnp.add, carry, new), None
+
+    zeros = jax.tree.map(
+      lambda leaf: jnp.zeros(leaf.shape, leaf.dtype),
+      jax.eval_shape(gradient, state.params, microbatch(jnp.int32(0))),
+    )
+    (summed, metrics), _ = jax.lax.scan(accumulate, zeros, jnp.arange(count))
+    scale = Estimate(total=jnp.ones(()), count=metrics["loss"].count)
+    mean = jax.tree.map(lambda g: g * scale.mean(empty=0.0), summed)
+    updates, optimizer = self._transformation.update(
+      mean, state.optimizer, state.params
+    )
+    params = optax.apply_updates(state.params, updates)
+    return State(params=params, optimizer=optimizer), metrics, mean
+
+  def skipped(self, state: State) -> tuple[jax.Array, jax.Array]:
+    """Updates skipped as not finite: in a row until now, and in all."""
+    guard: Any = state.optimizer
+    return guard.notfinite_count, guard.total_notfinite
+
+  def check_finite(self, in_a_row: int, what: str) -> None:
+    """Stops the run after too many skipped updates.
+
+    Raises:
+      NonFiniteError: names `what` was updated.
+    """
+    if in_a_row >= self.config.max_nonfinite_in_a_row:
+      raise NonFiniteError(
+        f"{in_a_row} updates in a row of {what} had a gradient that is not "
+        "finite; max_nonfinite_in_a_row allows "
+        f"{self.config.max_nonfinite_in_a_row - 1}"
+      )
+
+
+def _transformation(
+  config: Config,
+  axes: LogicalAxes,
+  learning_rate: optax.Schedule | None,
+  is_frozen: Callable[[str], bool],
+) -> optax.GradientTransformation:
+  is_axes = lambda leaf: isinstance(leaf, tuple)  # noqa: E731
+  is_matrix = jax.tree.map(
+    lambda names: any(name not in (None, "layers") for name in names),
+    axes,
+    is_leaf=is_axes,
+  )
+  labels = jax.tree_util.tree_map_with_path(
+    lambda path, names: (
+      "frozen" if is_frozen(jax.tree_util.keystr(path)) else "trained"
+    ),
+    axes,
+    is_leaf=is_axes,
+  )
+  # The first step already has a rate: at 0 it would be lost.
+  rate = learning_rate or optax.linear_schedule(
+    config.learning_rate / (config.warmup_minibatches + 1),
+    config.learning_rate,
+    config.warmup_minibatches,
+  )
+  trained = optax.chain(
+    optax.clip_by_global_norm(config.max_grad_norm),
+    optax.adamw(
+      rate,
+      b1=config.beta1,
+      b2=config.beta2,
+      eps=config.epsilon,
+      weight_decay=config.weight_decay,
+      mask=lambda params: jax.tree.map(
+        lambda decays, leaf: (
+          leaf if isinstance(leaf, optax.MaskedNode) else decays
+        ),
+        is_matrix,
+        params,
+        is_leaf=lambda leaf: isinstance(leaf, optax.MaskedNode),
+      ),
+    ),
+  )
+  partition = optax.partition(
+    {"trained": trained, "frozen": optax.set_to_zero()}, labels
+  )
+  # The guard would apply the update after so many errors; `check_finite`
+  # stops the run first.
+  return optax.apply_if_finite(partition, max_consecutive_errors=2**30)

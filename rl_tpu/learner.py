@@ -134,7 +134,9 @@ class Learner:
     )
     if self.critic is not None:
       self._values = jax.jit(self._values_of_batch, out_shardings=rows)
-      self._returns = jax.jit(self._returns_of_batch, out_shardings=rows)
+      self._returns = jax.jit(
+        self._returns_of_batch, out_shardings=(rows, None)
+      )
       self._update_critic = jax.jit(
         self._update_critic_once,
         donate_argnums=0,

@@ -57,6 +57,9 @@ def main(arguments: list[str]) -> int:
   except train.Stopped as error:
     print(f"rl_tpu: {error}", file=sys.stderr)
     return 130
+  except KeyboardInterrupt:
+    print("rl_tpu: stopped at once", file=sys.stderr)
+    return 130
   print(json.dumps(figures))
   return 0
 

@@ -186,6 +186,10 @@ def _mask(trajectory: Trajectory, version: int, limit: float) -> Trajectory:
   last): the outcome stays whole, and rewards stay on action tokens.
   """
   fresh = trajectory.action_mask & (version - trajectory.token_version <= limit)
+  ids, logp = trajectory.behavior_topk_ids, trajectory.behavior_topk_logp
+  if ids is not None and logp is not None:
+    ids = np.where(fresh[:, None], ids, np.int32(-1))
+    logp = np.where(fresh[:, None], logp, np.float32(-np.inf))
   left = np.flatnonzero(fresh)
   after = np.searchsorted(left, np.arange(len(trajectory)))
   rewards = np.zeros_like(trajectory.rewards)
@@ -197,4 +201,6 @@ def _mask(trajectory: Trajectory, version: int, limit: float) -> Trajectory:
     behavior_logp=np.where(fresh, trajectory.behavior_logp, zero),
     token_version=np.where(fresh, trajectory.token_version, np.int32(-1)),
     rewards=rewards,
+    behavior_topk_ids=ids,
+    behavior_topk_logp=logp,
   )

@@ -16,7 +16,9 @@ import dataclasses
 import logging
 import os
 import pathlib
-from collections.abc import Sequence
+import shutil
+import uuid
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,6 +34,7 @@ _PER_TOKEN = {
   "token_version": np.int32,
   "rewards": np.float32,
 }
+_HEAD = {"behavior_topk_ids": np.int32, "behavior_topk_logp": np.float32}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,6 +52,8 @@ class Checkpointer:
 
   def __init__(self, directory: str | os.PathLike, keep: int = 2):
     self.directory = pathlib.Path(directory).absolute()
+    self._held: int | None = None
+    self._passed_over: list[int] = []
     self._manager = ocp.CheckpointManager(
       self.directory,
       options=ocp.CheckpointManagerOptions(max_to_keep=keep, create=True),
@@ -59,10 +64,17 @@ class Checkpointer:
   ) -> None:
     """Starts saving; the state may be donated once this returns.
 
+    A version that was saved or restored last is on disk and not saved again;
+    versions that a restoration passed over make way.
+
     Raises:
       Exception: an earlier save failed in the background.
     """
     self._manager.check_for_errors()
+    if version == self._held:
+      return
+    while self._passed_over:
+      self._manager.delete(self._passed_over.pop())
     self._manager.save(
       version,
       args=ocp.args.Composite(
@@ -72,6 +84,7 @@ class Checkpointer:
       ),
       force=True,
     )
+    self._held = version
 
   def restore_latest(self, abstract_state: Any) -> Restored | None:
     """The newest version that has all its parts; None if there is none.
@@ -89,6 +102,7 @@ class Checkpointer:
         logging.warning(
           "checkpoint %d is passed over: it lacks %s", version, missing
         )
+        self._passed_over.append(version)
         continue
       parts = self._manager.restore(
         version,
@@ -103,6 +117,7 @@ class Checkpointer:
           meta=ocp.args.JsonRestore(),
         ),
       )
+      self._held = version
       return Restored(version=version, **{part: parts[part] for part in PARTS})
     return None
 
@@ -114,9 +129,21 @@ class Checkpointer:
 
 
 def save_params(directory: str | os.PathLike, params: Any) -> None:
-  """Writes weights alone, complete or not at all."""
+  """Writes weights alone, complete or not at all.
+
+  Where the directory is there already, another process was first and its
+  weights stay.
+  """
+  final = pathlib.Path(directory).absolute()
+  building = final.with_name(f"building-{uuid.uuid4().hex}")
   with ocp.PyTreeCheckpointer() as checkpointer:
-    checkpointer.save(pathlib.Path(directory).absolute(), params)
+    checkpointer.save(building, params)
+  try:
+    os.rename(building, final)
+  except OSError:
+    if not final.exists():
+      raise
+    shutil.rmtree(building)
 
 
 def restore_params(directory: str | os.PathLike, abstract: Any) -> Any:
@@ -134,20 +161,16 @@ def restore_params(directory: str | os.PathLike, abstract: Any) -> Any:
 def pack_groups(groups: Sequence[Group]) -> tuple[dict[str, np.ndarray], list]:
   """Groups as flat arrays and a JSON-able list of what is not an array."""
   trajectories = [t for group in groups for t in group.trajectories]
+  with_head = [t for t in trajectories if t.behavior_topk_ids is not None]
   arrays = {
-    name: np.concatenate(
-      # One leading entry, because an empty array cannot be stored.
-      [np.zeros(1, dtype), *(getattr(t, name) for t in trajectories)]
-    ).astype(dtype)
-    for name, dtype in zip(
-      _PER_TOKEN,
-      (np.int32, bool, np.float32, np.int32, np.float32),
-      strict=True,
-    )
+    name: _flat((getattr(t, name) for t in trajectories), dtype)
+    for name, dtype in _PER_TOKEN.items()
   }
-  arrays["prompts"] = np.concatenate(
-    [np.zeros(1, np.int32), *(group.prompt.tokens for group in groups)]
-  ).astype(np.int32)
+  arrays |= {
+    name: _flat((getattr(t, name) for t in with_head), dtype)
+    for name, dtype in _HEAD.items()
+  }
+  arrays["prompts"] = _flat((g.prompt.tokens for g in groups), np.int32)
   described = [
     {
       "index": group.prompt.index,
@@ -156,6 +179,9 @@ def pack_groups(groups: Sequence[Group]) -> tuple[dict[str, np.ndarray], list]:
       "trajectories": [
         {
           "tokens": len(t),
+          "head_size": (
+            0 if t.behavior_topk_ids is None else t.behavior_topk_ids.shape[1]
+          ),
           "prompt_id": t.prompt_id,
           "group_id": t.group_id,
           "member": t.member,
@@ -170,11 +196,17 @@ def pack_groups(groups: Sequence[Group]) -> tuple[dict[str, np.ndarray], list]:
   return arrays, described
 
 
+def _flat(pieces: Iterable[Any], dtype: Any) -> np.ndarray:
+  """All entries in a row, after one 0: an empty array cannot be stored."""
+  one = np.zeros(1, dtype)
+  return np.concatenate([one, *map(np.ravel, pieces)]).astype(dtype)
+
+
 def unpack_groups(
   arrays: dict[str, np.ndarray], described: list
 ) -> list[Group]:
   """The groups that `pack_groups` was given."""
-  groups, start, prompt_start = [], 1, 1
+  groups, start, head_start, prompt_start = [], 1, 1, 1
   for group in described:
     prompt_end = prompt_start + group["prompt_tokens"]
     prompt = Prompt(
@@ -185,10 +217,17 @@ def unpack_groups(
     prompt_start = prompt_end
     trajectories = []
     for saved in group["trajectories"]:
-      end = start + saved["tokens"]
+      tokens, size = saved["tokens"], saved["head_size"]
+      end, head_end = start + tokens, head_start + tokens * size
+      fields = {n: np.asarray(arrays[n])[start:end] for n in _PER_TOKEN}
+      if size:
+        fields |= {
+          name: np.asarray(arrays[name])[head_start:head_end].reshape(-1, size)
+          for name in _HEAD
+        }
       trajectories.append(
         Trajectory(
-          **{name: np.asarray(arrays[name])[start:end] for name in _PER_TOKEN},
+          **fields,
           prompt_id=saved["prompt_id"],
           group_id=saved["group_id"],
           member=saved["member"],
@@ -196,6 +235,6 @@ def unpack_groups(
           stop_reason=STOP_REASONS[saved["stop_reason"]],
         )
       )
-      start = end
+      start, head_start = end, head_end
     groups.append(Group(prompt=prompt, trajectories=tuple(trajectories)))
   return groups

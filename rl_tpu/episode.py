@@ -7,7 +7,8 @@ encoded again, because that does not always give the same ids back.
 
 import dataclasses
 import math
-from typing import Protocol
+from collections.abc import Awaitable
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from jaxtyping import Int
@@ -21,6 +22,8 @@ from rl_tpu.types import (
   StopReason,
   Trajectory,
 )
+
+_T = TypeVar("_T")
 
 
 class Generator(Protocol):
@@ -52,9 +55,10 @@ async def run_episode(
   Raises:
     ValueError: the prompt leaves no room for an action, or generator or
       environment broke their contract.
+    RuntimeError: the environment tried to end the process.
   """
   stream = _Stream()
-  observation = await environment.reset()
+  observation = await _answer(environment.reset())
   stop_reason: StopReason = "length"
   for _ in range(max_turns):
     room = max_trajectory_tokens - len(stream) - len(observation)
@@ -72,7 +76,9 @@ async def run_episode(
     )
     completion = await generator.generate(request)
     _check_completion(completion, request)
-    step = await environment.step(completion.tokens, completion.stop_reason)
+    step = await _answer(
+      environment.step(completion.tokens, completion.stop_reason)
+    )
     stream.act(completion, step.reward)
     if step.end:
       stop_reason = completion.stop_reason
@@ -84,19 +90,23 @@ async def run_episode(
       f"max_trajectory_tokens {max_trajectory_tokens} it must have at most "
       f"{max_trajectory_tokens - 1}"
     )
-  tokens, action_mask, behavior_logp, token_version, rewards = stream.arrays()
   return Trajectory(
+    **stream.fields(),
     prompt_id=prompt.index,
     group_id=prompt.index,
     member=member,
-    tokens=tokens,
-    action_mask=action_mask,
-    behavior_logp=behavior_logp,
-    token_version=token_version,
-    rewards=rewards,
     temperature=sampling.temperature,
     stop_reason=stop_reason,
   )
+
+
+async def _answer(work: Awaitable[_T]) -> _T:
+  """What an environment answers; it must not end the process."""
+  try:
+    return await work
+  except SystemExit as error:
+    # On an event loop it would end the loop, and all who wait for it hang.
+    raise RuntimeError(f"the environment called exit: {error!r}") from error
 
 
 class _Stream:
@@ -105,6 +115,7 @@ class _Stream:
   def __init__(self):
     self._length = 0
     self._pieces: list[tuple[np.ndarray, ...]] = []
+    self._completions: list[Completion] = []
 
   def __len__(self) -> int:
     return self._length
@@ -121,6 +132,7 @@ class _Stream:
     n = len(completion.tokens)
     rewards = np.zeros(n)
     rewards[-1] = reward
+    self._completions.append(completion)
     self._append(
       completion.tokens,
       np.ones(n, bool),
@@ -132,11 +144,38 @@ class _Stream:
   def tokens(self) -> Int[np.ndarray, " T"]:
     return np.concatenate([piece[0] for piece in self._pieces])
 
-  def arrays(self) -> list[np.ndarray]:
-    """Tokens, action mask, logp, version and rewards, each [T]."""
-    return [
-      np.concatenate(column) for column in zip(*self._pieces, strict=True)
+  def fields(self) -> dict[str, Any]:
+    """The trajectory's arrays by name."""
+    names = (
+      *("tokens", "action_mask", "behavior_logp", "token_version"),
+      "rewards",
+    )
+    columns = zip(*self._pieces, strict=True)
+    fields = dict(zip(names, map(np.concatenate, columns), strict=True))
+    return fields | self._head(fields["action_mask"])
+
+  def _head(self, action_mask: np.ndarray) -> dict[str, np.ndarray]:
+    """The turns' heads at their action tokens; nothing where none is kept."""
+    heads = [
+      (c.topk_ids, c.topk_logp)
+      for c in self._completions
+      if c.topk_ids is not None
     ]
+    if not heads:
+      return {}
+    sizes = {ids.shape[1] for ids, _ in heads}
+    if len(sizes) > 1 or len(heads) < len(self._completions):
+      raise ValueError(
+        f"the generator returned heads of K = {sorted(sizes)} tokens with "
+        f"{len(heads)} of an episode's {len(self._completions)} turns; every "
+        "turn must have one, and all of one size"
+      )
+    shape = (self._length, *sizes)
+    ids, logp = np.full(shape, -1, np.int32), np.full(shape, -np.inf, "f4")
+    ids[action_mask], logp[action_mask] = map(
+      np.concatenate, zip(*heads, strict=True)
+    )
+    return {"behavior_topk_ids": ids, "behavior_topk_logp": logp}
 
   def _append(self, *columns: np.ndarray) -> None:
     types = (np.int32, bool, np.float32, np.int32, np.float32)
@@ -158,6 +197,13 @@ def _check_completion(completion: Completion, request: Request) -> None:
     raise ValueError(
       f"the generator returned {n} tokens with {len(completion.logp)} logp "
       f"and {len(completion.version)} versions"
+    )
+  heads = (completion.topk_ids, completion.topk_logp)
+  ids, logp = (None if head is None else head.shape for head in heads)
+  if ids != logp or (ids and (len(ids) != 2 or ids[0] != n)):
+    raise ValueError(
+      f"the generator returned {n} tokens with topk_ids of shape {ids} and "
+      f"topk_logp of shape {logp}; they must be ({n}, K) alike, or both None"
     )
   if completion.stop_reason not in ("stop", "length"):
     raise ValueError(

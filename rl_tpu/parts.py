@@ -5,10 +5,11 @@ meshes, task, generator and actor, for the training loop and for the commands
 that need only some of them.
 """
 
+import contextlib
 import dataclasses
 import pathlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import jax
@@ -60,7 +61,7 @@ class Config:
   cache: str = "runs/cache"
   """Prepared data, warm starts and compiled programs, shared by runs."""
   seed: int = 0
-  """Of weights, prompt order, sampling and minibatches, >= 0."""
+  """Of weights, prompt order, sampling and minibatches, in [0, 2**31)."""
   batches: int = 50
   """Batches to train over the whole run, >= 1."""
   groups_per_batch: int = 32
@@ -119,6 +120,8 @@ class Config:
         raise ConfigError(
           f"config.{name} is {getattr(self, name)}; it must be >= {least}"
         )
+    if self.seed >= 2**31:
+      raise ConfigError(f"config.seed is {self.seed}; it must be < 2**31")
     schedules.parse(self.schedule)
     staleness.staleness_bound(self.max_staleness)
     if self.sampling.filtered or self.sampling.temperature == 0:
@@ -182,11 +185,65 @@ def meshes(config: Config) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
   )
 
 
+@contextlib.contextmanager
+def _refusing(path: str) -> Iterator[None]:
+  """Names the section of the config whose values a part refuses."""
+  try:
+    yield
+  except ConfigError:
+    raise
+  except ValueError as error:
+    raise ConfigError(f"{path}: {error}") from error
+
+
 def make_task(config: Config) -> tuple[envs.Task, dict[str, data.Rows]]:
-  """The task and the rows of its splits, prepared on disk."""
+  """The task and the rows of its splits, prepared on disk.
+
+  Raises:
+    ConfigError: the task's config does not fit, or its questions do not fit
+      the sizes of model, generator and evaluation.
+  """
   text = tokenizer.ByteTokenizer()
-  task = envs.get(config.task.name).Task(config.task.config, text)
-  return task, data.prepare(task, pathlib.Path(config.cache) / "data")
+  with _refusing("config.task"):
+    task = envs.get(config.task.name).Task(config.task.config, text)
+    rows = data.prepare(task, pathlib.Path(config.cache) / "data")
+  _check_questions(config, task, rows)
+  return task, rows
+
+
+def _check_questions(
+  config: Config, task: envs.Task, rows: dict[str, data.Rows]
+) -> None:
+  """Refuses what would fail, question by question, once the run is going."""
+  needed, ids = task.tokenizer.vocab_size, sampling(config, task).stop_ids
+  if config.model.vocab_size < needed:
+    raise ConfigError(
+      f"config.model.vocab_size is {config.model.vocab_size}; the tokenizer "
+      f"needs >= {needed}"
+    )
+  if len(ids) > config.engine.max_stop_ids:
+    raise ConfigError(
+      f"config.engine.max_stop_ids is {config.engine.max_stop_ids}; sampling "
+      f"has {len(ids)} stop ids"
+    )
+  problems, held = config.evaluation.problems, len(rows["heldout"])
+  if problems > held:
+    raise ConfigError(
+      f"config.evaluation.problems is {problems}; the held-out split of "
+      f"config.task has {held} questions"
+    )
+  asked = config.batches * config.groups_per_batch
+  stream = prompt_stream(config, task, rows)
+  prompts = data.heldout(rows["heldout"], problems, task.prompt)
+  prompts += [stream[i] for i in range(min(asked, len(rows["train"])))]
+  longest = max(len(prompt.tokens) for prompt in prompts)
+  if longest > config.engine.max_prompt_length:
+    raise ConfigError(
+      f"config.engine: context_length {config.engine.context_length} and "
+      f"prefill_buckets {config.engine.prefill_buckets} allow prompts of "
+      f"{config.engine.max_prompt_length} tokens; config.task has one of "
+      f"{longest}"
+    )
 
 
 def make_driver(
@@ -194,16 +251,21 @@ def make_driver(
   mesh: jax.sharding.Mesh,
   on_failure: Callable[[BaseException], None] | None = None,
 ) -> drivers.GenerationDriver:
-  """The generator, without weights yet."""
-  engine = engines.PolicyEngine(
-    transformer.Policy(config.model), mesh, config.engine
-  )
-  return drivers.GenerationDriver(
-    engine,
-    interruption=config.interruption,
-    clock=time.monotonic,
-    on_failure=on_failure,
-  )
+  """The generator, without weights yet.
+
+  Raises:
+    ConfigError: sizes do not divide over the mesh or do not fit each other.
+  """
+  with _refusing("config.engine"):
+    engine = engines.PolicyEngine(
+      transformer.Policy(config.model), mesh, config.engine
+    )
+    return drivers.GenerationDriver(
+      engine,
+      interruption=config.interruption,
+      clock=time.monotonic,
+      on_failure=on_failure,
+    )
 
 
 def start_params(
@@ -228,14 +290,19 @@ def start_params(
 
 
 def make_learner(config: Config, mesh: jax.sharding.Mesh) -> learner.Learner:
-  """The learner of the config's algorithm."""
-  return learner.Learner(
-    transformer.Policy(config.model),
-    algorithms.get(config.algorithm.name),
-    config.algorithm.config,
-    config.learner,
-    mesh,
-  )
+  """The learner of the config's algorithm.
+
+  Raises:
+    ConfigError: weights or microbatch rows do not divide over the mesh.
+  """
+  with _refusing("config.learner"):
+    return learner.Learner(
+      transformer.Policy(config.model),
+      algorithms.get(config.algorithm.name),
+      config.algorithm.config,
+      config.learner,
+      mesh,
+    )
 
 
 def make_buffer(config: Config) -> buffer.Buffer:
@@ -247,6 +314,15 @@ def make_buffer(config: Config) -> buffer.Buffer:
   )
 
 
+def prompt_stream(
+  config: Config, task: envs.Task, rows: dict[str, data.Rows]
+) -> data.PromptStream:
+  """The training prompts, by index."""
+  return data.PromptStream(
+    rows["train"], seed=config.seed, make_prompt=task.prompt
+  )
+
+
 def make_actor(
   config: Config,
   task: envs.Task,
@@ -255,9 +331,6 @@ def make_actor(
   groups: buffer.Buffer,
 ) -> actors.Actor:
   """The actor, not started."""
-  prompts = data.PromptStream(
-    rows["train"], seed=config.seed, make_prompt=task.prompt
-  )
   return actors.Actor(
     actors.Config(
       sampling=sampling(config, task),
@@ -269,7 +342,7 @@ def make_actor(
     ),
     generator=driver,
     make_environment=task.environment,
-    prompts=prompts.__getitem__,
+    prompts=prompt_stream(config, task, rows).__getitem__,
     admission=staleness.Admission(
       groups_per_batch=config.groups_per_batch,
       max_staleness=config.staleness_limit,

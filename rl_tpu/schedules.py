@@ -15,9 +15,11 @@ drives.
 """
 
 import asyncio
+import contextlib
+import logging
 import re
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
@@ -28,6 +30,11 @@ from rl_tpu.types import Group, VersionedParams
 
 _T = TypeVar("_T")
 _LOCKSTEP = re.compile(r"lockstep\((\d+)\)")
+_LOOK_SECONDS = 0.5
+"""How often whoever waits for a batch looks whether it should stop."""
+_LEAVE_SECONDS = 30.0
+"""How long an end waits for an environment that blocks its thread."""
+_log = logging.getLogger(__name__)
 
 
 def parse(name: str) -> int | None:
@@ -50,9 +57,6 @@ def parse(name: str) -> int | None:
 class Schedule(Protocol):
   """What the training loop needs of either."""
 
-  waiting: bool
-  """Whether the caller waits for a batch, so that a signal may interrupt it."""
-
   def call(self, work: Coroutine[Any, Any, _T]) -> _T:
     """Runs a coroutine that needs the generator, such as an evaluation."""
     ...
@@ -65,8 +69,13 @@ class Schedule(Protocol):
     """Lets the actor dispatch."""
     ...
 
-  def take(self, version: int) -> list[Group]:
-    """The next batch's groups."""
+  def take(
+    self, version: int, stopping: Callable[[], bool]
+  ) -> list[Group] | None:
+    """The next batch's groups; None if it was to stop before they were there.
+
+    A batch is taken whole or not at all, so the actor's books stay right.
+    """
     ...
 
   def publish(self, versioned: VersionedParams) -> None:
@@ -82,7 +91,6 @@ class Serial:
   """Generates, then learns, in one thread."""
 
   def __init__(self, actor: Actor, driver: GenerationDriver, buffer: Buffer):
-    self.waiting = False
     self._actor = actor
     self._driver = driver
     self._buffer = buffer
@@ -91,7 +99,9 @@ class Serial:
 
   def call(self, work: Coroutine[Any, Any, _T]) -> _T:
     """Runs a coroutine to its end while the generator takes its turns."""
-    return self._loop.run_until_complete(self._pump(work))
+    task = self._loop.create_task(work)
+    self._loop.run_until_complete(self._pump(task, lambda: False))
+    return task.result()
 
   def submit(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
     """Runs it to its end at once."""
@@ -103,9 +113,15 @@ class Serial:
     """Creates the actor's task; it moves when the loop does."""
     self._run = self._loop.create_task(self._actor.run())
 
-  def take(self, version: int) -> list[Group]:
+  def take(
+    self, version: int, stopping: Callable[[], bool]
+  ) -> list[Group] | None:
     """Generates all that admission allows, then takes the oldest batch."""
-    self.call(self._actor.drain())
+    drained = self._loop.create_task(self._actor.drain())
+    self._loop.run_until_complete(self._pump(drained, stopping))
+    if not drained.done():
+      return None
+    drained.result()
     return self._buffer.take(version, timeout=0)
 
   def publish(self, versioned: VersionedParams) -> None:
@@ -114,28 +130,23 @@ class Serial:
     self._actor.set_version(versioned.version)
 
   def stop(self) -> None:
-    """Cancels the actor and closes the loop."""
-    if self._run is not None:
-      self._run.cancel()
-      self._loop.run_until_complete(
-        asyncio.gather(self._run, return_exceptions=True)
-      )
+    """Cancels all that runs and closes the loop."""
+    self._loop.run_until_complete(_cancel_others())
     self._driver.stop()
     self._loop.close()
 
-  async def _pump(self, work: Coroutine[Any, Any, _T]) -> _T:
-    task = asyncio.ensure_future(work)
-    while not task.done():
+  async def _pump(
+    self, task: asyncio.Task[Any], stopping: Callable[[], bool]
+  ) -> None:
+    while not (task.done() or stopping()):
       self._driver.step()
       await asyncio.sleep(0)
-    return task.result()
 
 
 class Concurrent:
   """Generates and learns at the same time."""
 
   def __init__(self, actor: Actor, driver: GenerationDriver, buffer: Buffer):
-    self.waiting = False
     self._actor = actor
     self._driver = driver
     self._buffer = buffer
@@ -159,13 +170,14 @@ class Concurrent:
     """Starts the actor on its loop; a failure of its reaches the buffer."""
     self._run = asyncio.run_coroutine_threadsafe(self._actor.run(), self._loop)
 
-  def take(self, version: int) -> list[Group]:
+  def take(
+    self, version: int, stopping: Callable[[], bool]
+  ) -> list[Group] | None:
     """Waits for the oldest batch that is fresh enough."""
-    self.waiting = True
-    try:
-      return self._buffer.take(version)
-    finally:
-      self.waiting = False
+    while not stopping():
+      with contextlib.suppress(TimeoutError):
+        return self._buffer.take(version, timeout=_LOOK_SECONDS)
+    return None
 
   def publish(self, versioned: VersionedParams) -> None:
     """Weights first: what starts at a version must sample from it."""
@@ -173,17 +185,27 @@ class Concurrent:
     self._actor.set_version(versioned.version)
 
   def stop(self) -> None:
-    """Cancels the actor, ends the generator, joins both threads."""
-    if self._run is not None:
-      self._run.cancel()
+    """Cancels all that runs, ends the generator, joins both threads.
+
+    A thread that an environment blocks cannot be ended; it is left behind, so
+    that the run still ends, with the error that it ends for.
+    """
+    ended = asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop)
+    try:
+      ended.result(_LEAVE_SECONDS)
+    except TimeoutError:
+      _log.warning("an environment blocks the actor's thread; it is left")
+      self._driver.stop()
+      return
     self._driver.stop()
-    asyncio.run_coroutine_threadsafe(_settle(), self._loop).result()
     self._loop.call_soon_threadsafe(self._loop.stop)
     self._thread.join()
     self._loop.close()
 
 
-async def _settle() -> None:
-  """Waits for every other task of this loop to end."""
+async def _cancel_others() -> None:
+  """Cancels every other task of this loop and waits for its end."""
   others = asyncio.all_tasks() - {asyncio.current_task()}
+  for task in others:
+    task.cancel()
   await asyncio.gather(*others, return_exceptions=True)

@@ -23,6 +23,7 @@ import numpy as np
 import optax
 
 from rl_tpu import algorithms, checkpoint, data, envs, learner, packing
+from rl_tpu.config import ConfigError
 from rl_tpu.models import transformer
 from rl_tpu.types import Trajectory
 
@@ -90,6 +91,9 @@ def warm_start(
     seed: of weights, order and wrong answers.
     cache: directory that keeps results by hash.
     note: told what is going on.
+
+  Raises:
+    ConfigError: a demonstration is longer than a row.
   """
   shardings = policy.param_shardings(mesh)
   where = cache / _digest(config, policy, task, seed)
@@ -112,10 +116,28 @@ def warm_start(
       batch_size=config.trajectories_per_batch,
       demonstrate=task.demonstration,
     )
+    _check_lengths(config, stream, len(rows), row_length)
     trainer = _trainer(config, policy, row_length, mesh)
     params = _imitate(config, trainer, params, stream, note)
   checkpoint.save_params(where, params)
   return params
+
+
+def _check_lengths(
+  config: Config, stream: data.DemonstrationStream, rows: int, row_length: int
+) -> None:
+  """Refuses demonstrations that no row holds before any is trained on."""
+  epoch = -(-rows // config.trajectories_per_batch)
+  longest = max(
+    len(prompt) + len(answer)
+    for step in range(min(config.batches, epoch))
+    for prompt, answer in stream.batch(step)
+  )
+  if longest > row_length:
+    raise ConfigError(
+      f"config.learner.row_length is {row_length}; config.task has a "
+      f"demonstration of {longest} tokens"
+    )
 
 
 def _trainer(

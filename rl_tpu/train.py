@@ -15,7 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -32,6 +32,9 @@ from rl_tpu import (
 from rl_tpu.config import ConfigError, differences, to_json
 from rl_tpu.types import Batch, Group, VersionedParams
 from rl_tpu.view import View
+
+_PLACES = ("directory", "cache")
+"""Fields that say where a run lives; a copy of it may live elsewhere."""
 
 
 class Stopped(Exception):
@@ -51,8 +54,8 @@ def run(config: parts.Config, view: View) -> dict[str, Any]:
     versions), `batches`, `directory`.
 
   Raises:
-    ConfigError: the directory holds a run of another config, or there are too
-      few devices.
+    ConfigError: the directory holds a run of another config, there are too few
+      devices, or parts of the config do not fit each other or the task.
     Stopped: SIGINT or SIGTERM came; a checkpoint was written.
     Exception: a part failed; its error, after everything was shut down.
   """
@@ -62,11 +65,18 @@ def run(config: parts.Config, view: View) -> dict[str, Any]:
     return summary
   with contextlib.ExitStack() as stack:
     this = _Run(config, view, stack)
+    record(config)
+    if not this.restore():
+      this.begin()
+    this.open_log()
+    this.serve()
     stack.enter_context(view.open())
     stack.enter_context(this.signals())
     if this.version == 0:
       this.log_evaluation(0, this.evaluate())
-    this.schedule.start()
+    elif this.due(config.evaluation.every) and not this.evaluated():
+      this.start_evaluation()
+    this.start()
     while this.version < config.batches:
       began = time.monotonic()
       groups = this.take()
@@ -84,16 +94,17 @@ def run(config: parts.Config, view: View) -> dict[str, Any]:
         this.stop()
       if this.due(config.checkpoint_every):
         this.save()
-    this.finish_evaluations()
-    this.log_evaluation(this.version, this.evaluate())
     this.save()
+    this.finish_evaluations()
+    if not this.evaluated():
+      this.log_evaluation(this.version, this.evaluate())
     summary = this.summary()
   metrics.write_json(config.run_directory / "summary.json", summary)
   return summary
 
 
 def claim(config: parts.Config) -> dict[str, Any] | None:
-  """Writes what the run is into its directory, or checks that it is the same.
+  """Checks that the directory is free for this config; writes nothing.
 
   Returns:
     The summary if the run is complete.
@@ -103,19 +114,25 @@ def claim(config: parts.Config) -> dict[str, Any] | None:
   """
   directory = config.run_directory
   path = directory / "config.json"
-  described = to_json(config)
   if path.exists():
-    lines = differences(metrics.read_json(path), described)
+    saved, asked = metrics.read_json(path), to_json(config)
+    here = {name: asked[name] for name in _PLACES}
+    lines = differences(saved | here, asked)
     if lines:
       raise ConfigError(
         f"{directory} holds a run of another config; choose another "
         "config.directory or remove it.\n" + "\n".join(lines)
       )
-  directory.mkdir(parents=True, exist_ok=True)
-  metrics.write_json(path, described)
-  metrics.write_json(directory / "environment.json", metrics.environment())
   summary = directory / "summary.json"
   return metrics.read_json(summary) if summary.exists() else None
+
+
+def record(config: parts.Config) -> None:
+  """Writes what the run is into its directory."""
+  directory = config.run_directory
+  directory.mkdir(parents=True, exist_ok=True)
+  metrics.write_json(directory / "config.json", to_json(config))
+  metrics.write_json(directory / "environment.json", metrics.environment())
 
 
 def describe(groups: Sequence[Group], version: int) -> dict[str, float]:
@@ -151,60 +168,81 @@ class _Run:
   def __init__(
     self, config: parts.Config, view: View, stack: contextlib.ExitStack
   ):
-    """Makes every part, new or restored; `stack` ends them in order."""
-    trainer_mesh, generator_mesh = parts.meshes(config)
-    task, rows = parts.make_task(config)
-    self.config, self.view, self.task = config, view, task
-    self.learner = parts.make_learner(config, trainer_mesh)
+    """Makes the parts, without weights; `stack` ends them in order."""
+    self.config, self.view, self._stack = config, view, stack
+    self._trainer_mesh, self._generator_mesh = parts.meshes(config)
+    self.learner = parts.make_learner(config, self._trainer_mesh)
+    self._buffer = parts.make_buffer(config)
+    self.driver = parts.make_driver(
+      config, self._generator_mesh, self._buffer.fail
+    )
+    self.task, self._rows = parts.make_task(config)
+    self._heldout = data.heldout(
+      self._rows["heldout"], config.evaluation.problems, self.task.prompt
+    )
+    self.actor = parts.make_actor(
+      config, self.task, self._rows, self.driver, self._buffer
+    )
     self.checkpointer = checkpoint.Checkpointer(
       config.run_directory / "checkpoints", keep=config.checkpoints_kept
     )
     stack.callback(self.checkpointer.close)
-    buffer = parts.make_buffer(config)
-    self.driver = parts.make_driver(config, generator_mesh, buffer.fail)
-    self.actor = parts.make_actor(config, task, rows, self.driver, buffer)
+    self.stop_requested = False
+    self._evaluations: list[tuple[int, Any]] = []
+    self._accuracy: dict[str, float] = {}
+
+  def restore(self) -> bool:
+    """Takes over from the newest checkpoint; returns whether there is one."""
     restored = self.checkpointer.restore_latest(self.learner.abstract_state())
     if restored is None:
-      params = parts.start_params(config, task, rows, trainer_mesh, view)
-      self.state = self.learner.init(params)
-      self.version, self.seconds, self.waited = 0, 0.0, 0.0
-    else:
-      view.note(f"resuming {config.run_directory} at batch {restored.version}")
-      self.state, self.version = restored.state, restored.version
-      self.seconds = restored.meta["seconds"]
-      self.waited = restored.meta["waited"]
-      groups = checkpoint.unpack_groups(restored.host, restored.meta["groups"])
-      self.actor.restore(restored.meta["actor"] | {"groups": groups})
-    self.log = metrics.RunLog(
-      config.run_directory,
-      resume_at=None if restored is None else self.version,
+      return False
+    self.state, self.version = restored.state, restored.version
+    directory = self.config.run_directory
+    self.view.note(f"resuming {directory} at batch {self.version}")
+    self.seconds = restored.meta["seconds"]
+    self.waited = restored.meta["waited"]
+    groups = checkpoint.unpack_groups(restored.host, restored.meta["groups"])
+    self.actor.restore(restored.meta["actor"] | {"groups": groups})
+    return True
+
+  def begin(self) -> None:
+    """Starts at version 0, from the weights of the warm start."""
+    params = parts.start_params(
+      self.config, self.task, self._rows, self._trainer_mesh, self.view
     )
-    stack.callback(self.log.close)
-    self._weight_shardings = self.learner.policy.param_shardings(generator_mesh)
+    self.state = self.learner.init(params)
+    self.version, self.seconds, self.waited = 0, 0.0, 0.0
+
+  def open_log(self) -> None:
+    """Opens the log, cut back to this version; 0 begins it anew."""
+    self.log = metrics.RunLog(
+      self.config.run_directory, resume_at=self.version or None
+    )
+    self._stack.callback(self.log.close)
+
+  def serve(self) -> None:
+    """Lets the generator answer with the weights of this version."""
+    self._weight_shardings = self.learner.policy.param_shardings(
+      self._generator_mesh
+    )
     self.driver.update(self.versioned())
     self.driver.warm_up()
-    kind = schedules.Concurrent if config.lag is None else schedules.Serial
-    self.schedule = kind(self.actor, self.driver, buffer)
-    stack.callback(self.schedule.stop)
-    self.stop_requested = False
-    self._heldout = data.heldout(
-      rows["heldout"], config.evaluation.problems, task.prompt
-    )
-    self._evaluations: list[tuple[int, Any]] = []
-    self._origin = time.monotonic()
-    self._generated = 0
-    self._accuracy: dict[str, float] = {}
+    lag = self.config.lag
+    kind = schedules.Concurrent if lag is None else schedules.Serial
+    self.schedule = kind(self.actor, self.driver, self._buffer)
+    self._stack.callback(self.schedule.stop)
+
+  def start(self) -> None:
+    """Lets the actor dispatch, and starts the clock of the loop."""
+    self._ended = time.monotonic()
+    self._origin = self._ended - self.seconds
+    self._generated = self.driver.counters().tokens
+    self.schedule.start()
 
   def take(self) -> list[Group]:
     """The next batch's groups; a stop request may come while it waits."""
-    start = time.monotonic()
-    try:
-      return self.schedule.take(self.version)
-    except KeyboardInterrupt:
-      self.stop()
-      raise
-    finally:
-      self.waited += time.monotonic() - start
+    groups = self.schedule.take(self.version, lambda: self.stop_requested)
+    return self.stop() if groups is None else groups
 
   def pack(self, groups: Sequence[Group]) -> Batch:
     """A batch of the groups, dealt by chance that the version decides."""
@@ -229,11 +267,15 @@ class _Run:
     return every > 0 and self.version % every == 0 and not last
 
   def evaluate(self) -> dict[str, float]:
-    """Held-out accuracy now; raises if the generator has failed."""
-    result = self.schedule.call(self._evaluation())
-    if self.driver.failure is not None:
-      raise self.driver.failure
-    return result
+    """Held-out accuracy now."""
+    return self.schedule.call(self._evaluation())
+
+  def evaluated(self) -> bool:
+    """Whether the log holds this version's held-out accuracy."""
+    return any(
+      row["batch"] == self.version and "heldout_accuracy" in row
+      for row in self.log.rows
+    )
 
   def start_evaluation(self) -> None:
     """Evaluates beside the training, from this version's weights on.
@@ -250,8 +292,9 @@ class _Run:
       self.log_evaluation(batch, future.result())
     self._evaluations = []
 
-  def _evaluation(self):
-    return evaluate.evaluate(
+  async def _evaluation(self) -> dict[str, float]:
+    """Raises if the generator failed; that says nothing of the policy."""
+    row = await evaluate.evaluate(
       self.driver,
       self.task.environment,
       self._heldout,
@@ -260,6 +303,9 @@ class _Run:
       max_turns=self.config.max_turns,
       max_trajectory_tokens=self.config.engine.context_length,
     )
+    if self.driver.failure is not None:
+      raise self.driver.failure
+    return row
 
   def log_evaluation(self, batch: int, row: dict[str, float]) -> None:
     """Writes and shows held-out accuracy."""
@@ -280,12 +326,17 @@ class _Run:
     taken: float,
     ended: float,
   ) -> None:
-    """Writes and shows one trained batch; times are of the monotonic clock."""
+    """Writes and shows one trained batch; times are of the monotonic clock.
+
+    A batch's seconds go from the end of the one before to its own end, so
+    that what happens in between (evaluations, checkpoints) is in the rates.
+    """
     for done in [e for e in self._evaluations if e[1].done()]:
       self._evaluations.remove(done)
       self.log_evaluation(done[0], done[1].result())
-    seconds = ended - began
+    seconds, self._ended = ended - self._ended, ended
     self.seconds += seconds
+    self.waited += taken - began
     generated = self.driver.counters().tokens
     row |= {
       "generated_tokens_per_second": (generated - self._generated) / seconds,
@@ -308,25 +359,16 @@ class _Run:
         },
       },
     )
-    intervals = [("learner", "wait", began, taken)]
-    intervals.append(("learner", "train", taken, ended))
-    intervals += [
-      ("generator", kind, start, end)
-      for start, end, kind in self.driver.take_events()
+    events = [("learner", began, taken, "wait")]
+    events.append(("learner", taken, ended, "train"))
+    events += [("generator", *event) for event in self.driver.take_events()]
+    intervals = [
+      (part, kind, start - self._origin, end - self._origin)
+      for part, start, end, kind in events
     ]
-    self.log.record(
-      "events",
-      self.version,
-      {
-        "intervals": [
-          (part, kind, start - self._origin, end - self._origin)
-          for part, kind, start, end in intervals
-        ]
-      },
-    )
-    left = self.config.batches - self.version
-    shown = row | self._accuracy
-    self.view.batch(self.version, shown, left * self.seconds / self.version)
+    self.log.record("events", self.version, {"intervals": intervals})
+    left = (self.config.batches / self.version - 1) * self.seconds
+    self.view.batch(self.version, row | self._accuracy, left)
 
   def save(self) -> None:
     """Starts a checkpoint of this moment."""
@@ -340,7 +382,7 @@ class _Run:
     }
     self.checkpointer.save(self.version, self.state, arrays, meta)
 
-  def stop(self) -> None:
+  def stop(self) -> NoReturn:
     """Saves, then ends the run; the same command goes on from here."""
     if self.version:
       self.save()
@@ -357,10 +399,10 @@ class _Run:
       return
 
     def handle(number, frame):
-      if self.stop_requested or self.schedule.waiting:
+      if self.stop_requested:
         raise KeyboardInterrupt
       self.stop_requested = True
-      self.view.note("stopping after this batch; once more stops at once")
+      self.view.note("stopping; once more stops at once, without a checkpoint")
 
     kinds = (signal.SIGINT, signal.SIGTERM)
     before = [signal.signal(kind, handle) for kind in kinds]
@@ -404,4 +446,7 @@ def evaluate_newest(config: parts.Config, view: View) -> dict[str, Any]:
     raise ConfigError(f"{directory} is not there: nothing to evaluate")
   with contextlib.ExitStack() as stack:
     this = _Run(config, view, stack)
+    if not this.restore():
+      raise ConfigError(f"{directory} holds no checkpoint to evaluate")
+    this.serve()
     return {"batch": this.version, **this.evaluate()}

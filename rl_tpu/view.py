@@ -6,6 +6,7 @@ that comes again now and then. Both show the same columns; a value that a batch
 does not have is a dash.
 """
 
+import collections
 import contextlib
 from collections.abc import Iterator, Mapping
 
@@ -43,7 +44,9 @@ class View:
   def __init__(self, batches: int, console: rich.console.Console | None = None):
     self._batches = batches
     self._console = console or rich.console.Console(highlight=False)
-    self._rows: list[tuple[int, Mapping[str, float], float]] = []
+    self._rows = collections.deque[tuple[int, Mapping[str, float], float]](
+      maxlen=_SHOWN
+    )
     self._live: rich.live.Live | None = None
     self._printed = 0
 
@@ -88,7 +91,7 @@ class View:
     table = rich.table.Table(box=rich.box.SIMPLE_HEAD, padding=(0, 0))
     for heading in ("batch", *(heading for heading, _, _ in COLUMNS), "left"):
       table.add_column(heading, justify="right")
-    for row in self._rows[-_SHOWN:]:
+    for row in self._rows:
       table.add_row(*self._cells(row))
     bar = rich.progress_bar.ProgressBar(
       total=self._batches, completed=self._rows[-1][0], width=60

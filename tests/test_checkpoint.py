@@ -120,3 +120,35 @@ def test_weights_alone_come_back(tmp_path):
   checkpoint.save_params(tmp_path / "weights", state(5.0))
   got = checkpoint.restore_params(tmp_path / "weights", abstract())
   np.testing.assert_array_equal(got["w"], state(5.0)["w"])
+
+
+def test_versions_that_were_passed_over_make_way(tmp_path):
+  save(tmp_path, 20, 40)
+  (tmp_path / "50").mkdir()
+  (tmp_path / "40" / "meta").rename(tmp_path / "gone")
+  saver = checkpoint.Checkpointer(tmp_path)
+  assert saver.restore_latest(abstract()).version == 20
+  arrays, _ = checkpoint.pack_groups([])
+  saver.save(40, state(40.0), arrays, {})
+  saver.close()
+  assert restore(tmp_path).version == 40
+  assert sorted(path.name for path in tmp_path.glob("[0-9]*")) == ["20", "40"]
+
+
+def test_a_version_is_saved_once(tmp_path):
+  save(tmp_path, 3)
+  saver = checkpoint.Checkpointer(tmp_path)
+  arrays, _ = checkpoint.pack_groups([])
+  assert saver.restore_latest(abstract()).version == 3
+  for version in (3, 4, 4):
+    saver.save(version, state(float(version)), arrays, {})
+  saver.close()
+  assert restore(tmp_path).version == 4
+
+
+def test_weights_that_another_process_wrote_first_stay(tmp_path):
+  for value in (5.0, 6.0):
+    checkpoint.save_params(tmp_path / "weights", state(value))
+  got = checkpoint.restore_params(tmp_path / "weights", abstract())
+  np.testing.assert_array_equal(got["w"], state(5.0)["w"])
+  assert [path.name for path in tmp_path.iterdir()] == ["weights"]

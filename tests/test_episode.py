@@ -162,3 +162,14 @@ def test_a_reward_that_is_no_number_is_an_error_not_a_reward(reward):
 def test_a_completion_that_breaks_the_contract_is_an_error(turn, message):
   with pytest.raises(ValueError, match=message):
     play(Player(turn), Script([1], ([], 0.0, True)), max_tokens=2)
+
+
+@pytest.mark.parametrize("verb", ["reset", "step"])
+def test_an_environment_cannot_end_the_process(verb, monkeypatch):
+  async def leave(*arguments):
+    raise SystemExit(0)
+
+  script = Script([5], ([], 1.0, True))
+  monkeypatch.setattr(script, verb, leave)
+  with pytest.raises(RuntimeError, match="the environment called exit"):
+    play(Player(([1], "stop")), script)

@@ -6,10 +6,11 @@ import pytest
 import tiny_run
 
 from rl_tpu import parts, sft
+from rl_tpu.config import ConfigError
 from rl_tpu.models import transformer
 
 
-def imitate(tmp_path, settings, seed=0):
+def imitate(tmp_path, settings, seed=0, row_length=64):
   """Warm-starts the tiny model; returns weights and what was noted."""
   config = tiny_run.get_config(tmp_path / "runs")
   task, rows = parts.make_task(config)
@@ -20,7 +21,7 @@ def imitate(tmp_path, settings, seed=0):
     policy=transformer.Policy(config.model),
     task=task,
     rows=rows["train"],
-    row_length=64,
+    row_length=row_length,
     mesh=mesh,
     seed=seed,
     cache=tmp_path / "warm",
@@ -86,3 +87,11 @@ def test_the_last_batches_show_wrong_answers():
 def test_more_wrong_batches_than_batches_are_refused():
   with pytest.raises(ValueError, match=r"wrong_batches is 7.*in \[0, 5\]"):
     sft.Config(batches=5, wrong_batches=7)
+
+
+def test_a_demonstration_longer_than_a_row_is_refused_before_training(
+  tmp_path, monkeypatch
+):
+  monkeypatch.setattr(sft, "_imitate", None)
+  with pytest.raises(ConfigError, match="config.learner.row_length is 9"):
+    imitate(tmp_path, SHORT, row_length=9)

@@ -1,3 +1,4 @@
+import asyncio
 import dataclasses
 import io
 import itertools
@@ -5,9 +6,11 @@ import json
 import os
 import pathlib
 import random
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import jax
@@ -16,8 +19,20 @@ import pytest
 import rich.console
 import tiny_run
 
-from rl_tpu import checkpoint, envs, evaluate, metrics, parts, train
+from rl_tpu import __main__ as command_line
+from rl_tpu import (
+  buffer,
+  checkpoint,
+  envs,
+  evaluate,
+  metrics,
+  parts,
+  schedules,
+  sft,
+  train,
+)
 from rl_tpu.config import ConfigError
+from rl_tpu.generation import driver
 from rl_tpu.view import View
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -223,6 +238,251 @@ def test_too_few_devices_are_refused(base):
   )
   with pytest.raises(ConfigError, match="need 9 devices; there are 8"):
     train.run(config, Quiet())
+
+
+def evaluated(config):
+  rows = metrics.read_csv(config.run_directory / "metrics.csv")
+  return [row["batch"] for row in rows if "heldout_accuracy" in row]
+
+
+@pytest.mark.parametrize("moment", ["in the learner", "while generating"])
+@pytest.mark.parametrize("schedule", ["sync", "async"])
+def test_a_signal_stops_at_any_moment_and_nothing_is_lost(
+  base, schedule, moment, monkeypatch
+):
+  once = itertools.count()
+
+  def interrupt(at_version):
+    if at_version == 1 and next(once) == 0:
+      signal.raise_signal(signal.SIGINT)
+
+  release, take = buffer.Buffer._release, schedules.Concurrent.take
+  step = driver.GenerationDriver.step
+
+  def releasing(self, group, version):
+    interrupt(version)  # Some groups of the batch have left the buffer.
+    return release(self, group, version)
+
+  def stepping(self):
+    interrupt(self.version)
+    return step(self)
+
+  def taking(self, version, stopping):
+    interrupt(version)
+    return take(self, version, stopping)
+
+  if moment == "in the learner":
+    monkeypatch.setattr(buffer.Buffer, "_release", releasing)
+  else:
+    monkeypatch.setattr(driver.GenerationDriver, "step", stepping)
+    monkeypatch.setattr(schedules.Concurrent, "take", taking)
+  config = tiny_run.get_config(fresh(base), schedule=schedule)
+  last = 2 if moment == "in the learner" else 1
+  with pytest.raises(train.Stopped, match=f"stopped after batch {last} of 4"):
+    train.run(config, Quiet())
+  train.run(config, Quiet())
+  assert_each_prompt_once(config)
+
+
+def test_a_run_cut_in_its_last_evaluation_trains_no_batch_again(
+  base, monkeypatch
+):
+  config = tiny_run.get_config(fresh(base), checkpoint_every=10)
+  evaluation = evaluate.evaluate
+  calls = itertools.count()
+
+  async def cut(*arguments, **settings):
+    if next(calls) == 1:
+      raise ZeroDivisionError
+    return await evaluation(*arguments, **settings)
+
+  monkeypatch.setattr(evaluate, "evaluate", cut)
+  with pytest.raises(ZeroDivisionError):
+    train.run(config, Quiet())
+  figures = train.run(config, Quiet(crash_at=4))
+  assert evaluated(config) == [0, 4]
+  (config.run_directory / "summary.json").unlink()
+  assert train.run(config, Quiet(crash_at=4)) == figures
+  assert evaluated(config) == [0, 4]
+
+
+def test_an_evaluation_under_way_at_a_kill_is_made_up_for(base, monkeypatch):
+  config = tiny_run.get_config(
+    fresh(base), evaluation=evaluate.Config(every=2, problems=4), batches=5
+  )
+  with monkeypatch.context() as patch:
+    patch.setattr(train._Run, "start_evaluation", lambda self: None)
+    with pytest.raises(ZeroDivisionError):
+      train.run(config, Quiet(crash_at=3))
+  train.run(config, Quiet())
+  assert evaluated(config) == [0, 2, 4, 5]
+
+
+def test_an_evaluation_that_the_generator_failed_leaves_no_row(
+  base, monkeypatch
+):
+  config = tiny_run.get_config(
+    fresh(base),
+    schedule="async",
+    batches=2,
+    evaluation=evaluate.Config(every=1, problems=4),
+  )
+  evaluation = evaluate.evaluate
+  calls = itertools.count()
+
+  async def failing(generator, *arguments, **settings):
+    if next(calls) == 0:
+      return await evaluation(generator, *arguments, **settings)
+    while generator.version < 2:
+      await asyncio.sleep(0)
+    generator.failure = OSError("device lost")
+    return {"heldout_accuracy": 0.0, "heldout_greedy": 0.0, "heldout_failed": 8}
+
+  monkeypatch.setattr(evaluate, "evaluate", failing)
+  with pytest.raises(OSError, match="device lost"):
+    train.run(config, Quiet())
+  assert evaluated(config) == [0]
+
+
+def test_evaluating_a_run_leaves_its_files_alone(base):
+  config = tiny_run.get_config(fresh(base), checkpoint_every=2)
+  with pytest.raises(ConfigError, match="nothing to evaluate"):
+    train.evaluate_newest(config, Quiet())
+  with pytest.raises(ZeroDivisionError):
+    train.run(config, Quiet(crash_at=1))
+  with pytest.raises(ConfigError, match="holds no checkpoint"):
+    train.evaluate_newest(config, Quiet())
+  with pytest.raises(ZeroDivisionError):
+    train.run(config, Quiet(crash_at=3))
+  files = ("metrics.csv", "batches.jsonl", "events.jsonl")
+  before = [(config.run_directory / name).read_bytes() for name in files]
+  assert train.evaluate_newest(config, Quiet())["batch"] == 2
+  after = [(config.run_directory / name).read_bytes() for name in files]
+  assert before == after
+
+
+def test_rates_leave_out_what_came_before_the_loop(synchronous):
+  config, figures, _ = synchronous
+  rows = metrics.read_csv(config.run_directory / "metrics.csv")
+  rows = [row for row in rows if "reward" in row]
+  for row in rows:  # Synchronous: what is generated is trained.
+    assert row["generated_tokens_per_second"] == pytest.approx(
+      row["trained_tokens_per_second"]
+    )
+  assert figures["train_seconds"] == pytest.approx(rows[-1]["seconds"], abs=0.1)
+  shares = [row["learner_wait_share"] for row in rows]
+  assert min(shares) <= figures["learner_wait_share"] <= max(shares)
+
+
+def test_evaluations_in_between_are_in_the_seconds(base, monkeypatch):
+  now = itertools.count()
+  monkeypatch.setattr(train.time, "monotonic", lambda: float(next(now)))
+  config = tiny_run.get_config(
+    fresh(base), evaluation=evaluate.Config(every=1, problems=4)
+  )
+  figures = train.run(config, Quiet())
+  events = metrics.read_jsonl(config.run_directory / "events.jsonl")
+  learner = [
+    bar for row in events for bar in row["intervals"] if bar[0] == "learner"
+  ]
+  assert figures["train_seconds"] == learner[-1][3]
+
+
+def test_a_copied_run_goes_on_where_it_lies(synchronous, base):
+  config, figures, _ = synchronous
+  directory = fresh(base)
+  shutil.copytree(config.run_directory, directory)
+  (directory / "summary.json").unlink()
+  config = dataclasses.replace(config, directory=str(directory))
+  copied = train.run(config, Quiet(crash_at=4))
+  assert copied == figures | {"directory": str(directory)}
+
+
+@pytest.mark.parametrize(
+  ("section", "changes", "message"),
+  [
+    ("engine", {"context_length": 5}, "config.engine: context_length 5"),
+    ("engine", {"prefill_buckets": (8,)}, "config.engine: prefill_buckets"),
+    ("engine", {"slots": 7}, "config.engine: slots is 7"),
+    ("learner", {"microbatch_rows": 3}, "microbatch_rows is 3"),
+    ("model", {"vocab_size": 128}, "config.model.vocab_size is 128"),
+    ("evaluation", {"problems": 400}, "config.evaluation.problems is 400"),
+    ("sampling", {"stop_ids": (1,) * 5}, "config.engine.max_stop_ids is 4"),
+    ("task", {"generator": "spell"}, "config.task: Config.generator"),
+  ],
+)
+def test_what_does_not_fit_is_refused_before_the_warm_start(
+  base, section, changes, message, monkeypatch
+):
+  monkeypatch.setattr(sft, "warm_start", None)
+  config = tiny_run.get_config(
+    fresh(base),
+    devices=parts.Devices(
+      trainer=parts.sharding.MeshShape(fsdp=2),
+      generator=parts.sharding.MeshShape(data=2),
+    ),
+  )
+  part = getattr(config, section)
+  if section == "task":
+    part = dataclasses.replace(
+      part, config=dataclasses.replace(part.config, **changes)
+    )
+  else:
+    part = dataclasses.replace(part, **changes)
+  config = dataclasses.replace(config, **{section: part})
+  with pytest.raises(ConfigError, match=message):
+    train.run(config, Quiet())
+  assert not config.run_directory.exists()
+
+
+def test_an_environment_that_blocks_its_thread_cannot_hold_up_an_error(
+  base, monkeypatch
+):
+  blocked, released = threading.Event(), threading.Event()
+
+  async def block(self, action, stop_reason):
+    blocked.set()
+    released.wait()
+
+  def take(self, version, timeout=None):
+    blocked.wait()
+    raise ZeroDivisionError
+
+  async def nothing(*arguments, **settings):
+    return {"heldout_accuracy": 0.0, "heldout_greedy": 0.0, "heldout_failed": 0}
+
+  module = envs.get("reasoning_gym")
+  monkeypatch.setattr(module.SingleTurn, "step", block)
+  monkeypatch.setattr(buffer.Buffer, "take", take)
+  monkeypatch.setattr(evaluate, "evaluate", nothing)
+  monkeypatch.setattr(schedules, "_LEAVE_SECONDS", 0.1)
+  config = tiny_run.get_config(fresh(base), schedule="async")
+  try:
+    with pytest.raises(ZeroDivisionError):
+      train.run(config, Quiet())
+  finally:
+    released.set()
+
+
+@pytest.mark.parametrize("schedule", ["sync", "async"])
+def test_no_thread_outlives_a_run(base, schedule):
+  before = set(threading.enumerate())
+  config = tiny_run.get_config(fresh(base), schedule=schedule)
+  with pytest.raises(ZeroDivisionError):
+    train.run(config, Quiet(crash_at=2))
+  left = set(threading.enumerate()) - before
+  assert not {thread.name for thread in left} & {"actor", "generation"}
+
+
+def test_an_interrupted_command_says_so_by_its_exit_code(monkeypatch, capsys):
+  def interrupted(config):
+    raise KeyboardInterrupt
+
+  monkeypatch.setattr(command_line, "_read_config", lambda arguments: None)
+  monkeypatch.setattr(command_line, "_prepare_jax", lambda config: None)
+  monkeypatch.setitem(command_line.COMMANDS, "train", interrupted)
+  assert command_line.main(["rl_tpu", "train"]) == 130
+  assert "stopped at once" in capsys.readouterr().err
 
 
 # Whole processes, as a person starts them.

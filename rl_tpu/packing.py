@@ -29,6 +29,11 @@ _ROW_FIELDS = {
   "rewards": (np.float32, 0.0),
   "temperature": (np.float32, 1.0),
 }
+# The same of the sampler's head, in batches whose trajectories have one.
+_HEAD_FIELDS = {
+  "behavior_topk_ids": (np.int32, -1),
+  "behavior_topk_logp": (np.float32, -np.inf),
+}
 
 
 def pack(
@@ -58,7 +63,8 @@ def pack(
 
   Raises:
     ValueError: if there is no trajectory, one is longer than a row, sampled
-      greedily, or rewarded off its action tokens.
+      greedily, or rewarded off its action tokens; or if their samplers' heads
+      differ in size.
   """
   if not trajectories:
     raise ValueError("pack got no trajectories; it needs at least one")
@@ -77,7 +83,8 @@ def pack(
     _assign(lengths, row_length, generator), lengths, minibatches, generator
   )
   count = rows_multiple * bucket(-(-len(rows) // rows_multiple))
-  fields = _fill(trajectories, rows, (count, row_length))
+  head_size = _head_size(trajectories)
+  fields = _fill(trajectories, rows, (count, row_length), head_size)
   return Batch(**fields, **_per_trajectory(trajectories), version=_i32(version))
 
 
@@ -106,6 +113,20 @@ def _check(trajectory: Trajectory, row_length: int) -> None:
       f"{name} has reward {stray.sum()} off its action tokens; an outcome "
       "belongs on the last action token"
     )
+
+
+def _head_size(trajectories: Sequence[Trajectory]) -> int:
+  """K, which all must share; 0 where they have no head."""
+  sizes = {
+    0 if t.behavior_topk_ids is None else t.behavior_topk_ids.shape[1]
+    for t in trajectories
+  }
+  if len(sizes) > 1:
+    raise ValueError(
+      f"trajectories of one batch have heads of K = {sorted(sizes)} tokens; "
+      "they must be alike: sample them all with one behavior_top_k"
+    )
+  return sizes.pop()
 
 
 def _assign(
@@ -160,11 +181,17 @@ def _fill(
   trajectories: Sequence[Trajectory],
   rows: list[list[int]],
   shape: tuple[int, int],
+  head_size: int,
 ) -> dict[str, Any]:
   arrays = {
     name: np.full(shape, padding, dtype)
     for name, (dtype, padding) in _ROW_FIELDS.items()
   }
+  if head_size:
+    arrays |= {
+      name: np.full((*shape, head_size), padding, dtype)
+      for name, (dtype, padding) in _HEAD_FIELDS.items()
+    }
   for row, members in enumerate(rows):
     start = 0
     for n in members:

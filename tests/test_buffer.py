@@ -178,6 +178,27 @@ def test_mask_tokens_keeps_the_outcome_on_action_tokens_that_are_left():
   np.testing.assert_array_equal(masked.rewards, [0, 0, 0, 0.5, 1.0])
 
 
+def test_mask_tokens_takes_the_samplers_head_with_the_token():
+  b = buffer(max_staleness=1, on_stale="mask_tokens")
+  mixed = group(0, [0, 2])
+  headed = dataclasses.replace(
+    mixed.trajectories[0],
+    behavior_topk_ids=np.array([[-1, -1], [4, 5], [6, 7]], np.int32),
+    behavior_topk_logp=np.array(
+      [[-np.inf, -np.inf], [-1, -2], [-3, -4]], np.float32
+    ),
+  )
+  b.put(dataclasses.replace(mixed, trajectories=(headed,)))
+  masked = b.take(2, timeout=0)[0].trajectories[0]
+  np.testing.assert_array_equal(masked.action_mask, [0, 0, 1])
+  assert masked.behavior_topk_ids.tolist() == [[-1, -1], [-1, -1], [6, 7]]
+  assert masked.behavior_topk_ids.dtype == np.int32
+  np.testing.assert_array_equal(
+    masked.behavior_topk_logp, [[-np.inf] * 2, [-np.inf] * 2, [-3, -4]]
+  )
+  assert masked.behavior_topk_logp.dtype == np.float32
+
+
 def test_mask_tokens_refuses_a_group_with_nothing_left_of_a_trajectory():
   b = buffer(max_staleness=0, on_stale="mask_tokens")
   b.put(group(0, [0, 0], [0, 1]))

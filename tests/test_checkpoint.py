@@ -1,3 +1,4 @@
+import dataclasses
 import logging
 
 import jax
@@ -87,6 +88,40 @@ def test_everything_comes_back_as_it_was_saved(tmp_path, groups):
         np.testing.assert_array_equal(getattr(t, name), getattr(u, name))
       assert t.tokens.dtype == np.int32
       assert t.action_mask.dtype == bool
+
+
+def headed(one, size):
+  """The group with a sampler's head of `size` in each trajectory but one."""
+  first, *rest = one.trajectories
+  trajectories = [first]
+  for t in rest:
+    ids = np.arange(len(t) * size, dtype=np.int32).reshape(-1, size) - 1
+    logp = np.where(t.action_mask[:, None], -ids / 3, -np.inf)
+    trajectories.append(
+      dataclasses.replace(
+        t, behavior_topk_ids=ids, behavior_topk_logp=logp.astype(np.float32)
+      )
+    )
+  return dataclasses.replace(one, trajectories=tuple(trajectories))
+
+
+def test_samplers_heads_come_back_to_their_trajectories(tmp_path):
+  groups = [headed(group(3), 4), group(5), headed(group(7), 4)]
+  save(tmp_path, 1, groups=groups)
+  got = restore(tmp_path)
+  back = checkpoint.unpack_groups(got.host, got.meta["groups"])
+  kept = 0
+  for one, other in zip(back, groups, strict=True):
+    for t, u in zip(one.trajectories, other.trajectories, strict=True):
+      np.testing.assert_array_equal(t.tokens, u.tokens)
+      for name in ("behavior_topk_ids", "behavior_topk_logp"):
+        mine, theirs = getattr(t, name), getattr(u, name)
+        assert (mine is None) == (theirs is None)
+        if mine is not None:
+          np.testing.assert_array_equal(mine, theirs)
+          assert mine.dtype == theirs.dtype
+          kept += 1
+  assert kept == 4
 
 
 def test_nothing_saved_is_nothing_restored(tmp_path):

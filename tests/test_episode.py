@@ -1,6 +1,7 @@
 """One episode: what is stored, what ends it, what it refuses."""
 
 import asyncio
+import dataclasses
 
 import numpy as np
 import pytest
@@ -173,3 +174,57 @@ def test_an_environment_cannot_end_the_process(verb, monkeypatch):
   monkeypatch.setattr(script, verb, leave)
   with pytest.raises(RuntimeError, match="the environment called exit"):
     play(Player(([1], "stop")), script)
+
+
+class HeadPlayer(Player):
+  """Adds to each turn a head of the next of `sizes`; None adds none."""
+
+  def __init__(self, *turns, sizes):
+    super().__init__(*turns)
+    self.sizes = list(sizes)
+
+  async def generate(self, request):
+    completion = await super().generate(request)
+    size = self.sizes.pop(0)
+    if size is None:
+      return completion
+    tokens = np.repeat(completion.tokens[:, None], size, axis=1)
+    return dataclasses.replace(
+      completion,
+      topk_ids=tokens + np.arange(size, dtype=np.int32),
+      topk_logp=-tokens.astype(np.float32),
+    )
+
+
+def test_the_samplers_head_lies_on_the_actions_of_every_turn_and_nowhere_else():
+  turns = ([5, 2], "stop"), ([6], "stop")
+  script = Script([1, 4], ([8], 0.0, False), ([], 1.0, True))
+  t = play(HeadPlayer(*turns, sizes=(3, 3)), script)
+  off = [-1, -1, -1]
+  assert t.tokens.tolist() == [1, 4, 5, 2, 8, 6]
+  assert t.behavior_topk_ids.tolist() == [
+    *(off, off, [5, 6, 7], [2, 3, 4], off, [6, 7, 8])
+  ]
+  expected = np.where(t.action_mask, -t.tokens, -np.inf)[:, None]
+  np.testing.assert_array_equal(t.behavior_topk_logp, expected.repeat(3, 1))
+  assert t.behavior_topk_ids.dtype == np.int32
+  assert t.behavior_topk_logp.dtype == np.float32
+
+
+@pytest.mark.parametrize("sizes", [(3, 2), (3, None), (None, 3)])
+def test_turns_whose_heads_differ_in_size_are_refused(sizes):
+  turns = ([5], "stop"), ([6], "stop")
+  script = Script([1], ([8], 0.0, False), ([], 1.0, True))
+  with pytest.raises(ValueError, match="of one size"):
+    play(HeadPlayer(*turns, sizes=sizes), script)
+
+
+def test_a_head_that_is_not_of_every_token_is_refused():
+  class Short(HeadPlayer):
+    async def generate(self, request):
+      completion = await super().generate(request)
+      return dataclasses.replace(completion, topk_logp=completion.topk_logp[1:])
+
+  script = Script([1], ([], 1.0, True))
+  with pytest.raises(ValueError, match=r"\(2, 3\).*\(1, 3\).*\(2, K\)"):
+    play(Short(([5, 6], "stop"), sizes=(3,)), script)

@@ -220,3 +220,38 @@ def test_X02_a_logp_that_is_not_a_number_stays_so():
 def test_X20_an_outcome_lies_on_the_last_action_not_on_padding():
   batch = pack([make([9, 5, 6])], row_length=8, version=0)
   assert batch.rewards.tolist() == [[0, 0, 1, 0, 0, 0, 0, 0]]
+
+
+def make_with_head(tokens, size):
+  ids = np.arange(len(tokens) * size, dtype=np.int32).reshape(-1, size)
+  ids[0] = -1
+  logp = np.where(ids < 0, -np.inf, -ids).astype(np.float32)
+  return make(tokens, behavior_topk_ids=ids, behavior_topk_logp=logp)
+
+
+def test_the_samplers_head_stays_with_its_tokens_and_padding_has_none():
+  trajectories = [make_with_head([9, 5], 2), make_with_head([9, 5, 6], 2)]
+  batch = pack(trajectories, row_length=6, version=0)
+  assert batch.trajectory_ids.tolist() == [[1, 1, 1, 0, 0, -1]]
+  assert batch.behavior_topk_ids.tolist() == [
+    [[-1, -1], [2, 3], [4, 5], [-1, -1], [2, 3], [-1, -1]]
+  ]
+  np.testing.assert_array_equal(
+    batch.behavior_topk_logp,
+    np.where(batch.behavior_topk_ids < 0, -np.inf, -batch.behavior_topk_ids),
+  )
+  assert batch.behavior_topk_ids.dtype == np.int32
+  assert batch.behavior_topk_logp.dtype == np.float32
+
+
+def test_without_heads_a_batch_has_none():
+  batch = pack([make([9, 5])], row_length=4, version=0)
+  assert batch.behavior_topk_ids is None and batch.behavior_topk_logp is None
+
+
+@pytest.mark.parametrize(
+  "other", [make([9, 5]), make_with_head([9, 5], 3)], ids=["none", "larger"]
+)
+def test_heads_of_several_sizes_are_refused(other):
+  with pytest.raises(ValueError, match=r"K = \[\d, \d\].*behavior_top_k"):
+    pack([make_with_head([9, 5], 2), other], row_length=4, version=0)

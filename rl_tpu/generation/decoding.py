@@ -12,7 +12,8 @@ a row. Floats travel as their bits.
 
 Axes: S slots, B sequences inserted together, P padded prompt (a bucket),
 C cache entries, L layers, K heads of keys and values, h head size, E stop ids,
-W columns of a row, n decode steps of one dispatch.
+W columns of a row, n decode steps of one dispatch, H tokens of the sampler's
+head.
 """
 
 import dataclasses
@@ -33,6 +34,9 @@ from rl_tpu.types import Request
 
 RUNNING, STOPPED, EXHAUSTED = 0, 1, 2
 """How a slot stands after a dispatch: goes on, stop id, budget used up."""
+
+_CALL = 4
+"""What a prefill costs beside its rows, in rows (measured on CPUs)."""
 
 _ROW = (
   *("token", "position", "budget", "top_k"),
@@ -74,17 +78,23 @@ class DecodeState:
 
 @struct.dataclass
 class Result(engine_api.ResultTokens):
-  """What one dispatch sampled: JetStream's result with logp and version."""
+  """What one dispatch sampled: JetStream's result and what learning needs."""
 
   logp_idx: tuple[int, int] = struct.field(pytree_node=False)
   """Columns of the log-probabilities, as bits."""
+  topk_ids_idx: tuple[int, int] = struct.field(pytree_node=False)
+  """Columns of the heads' tokens, step by step."""
+  topk_logp_idx: tuple[int, int] = struct.field(pytree_node=False)
+  """Columns of the heads' log-probabilities, as bits."""
   version: int = struct.field(pytree_node=False)
   """Of the weights that sampled."""
 
   @classmethod
-  def of(cls, data: jax.Array, steps: int, version: int) -> "Result":
+  def of(
+    cls, data: jax.Array, steps: int, head_size: int, version: int
+  ) -> "Result":
     """Names the columns that `decode` returned."""
-    n = steps
+    n, heads = steps, steps * head_size
     return cls(
       data=data,
       tokens_idx=(0, n),
@@ -92,6 +102,8 @@ class Result(engine_api.ResultTokens):
       length_idx=(2 * n, 2 * n + 1),
       samples_per_slot=1,
       logp_idx=(2 * n + 1, 3 * n + 1),
+      topk_ids_idx=(3 * n + 1, 3 * n + 1 + heads),
+      topk_logp_idx=(3 * n + 1 + heads, 3 * n + 1 + 2 * heads),
       version=version,
     )
 
@@ -115,12 +127,27 @@ class Result(engine_api.ResultTokens):
     return self._columns(self.logp_idx).view(np.float32)
 
   @property
+  def topk_ids(self) -> Int[np.ndarray, "S n H"]:
+    """The head of each step; H = 0 where none is kept."""
+    return self._heads(self.topk_ids_idx)
+
+  @property
+  def topk_logp(self) -> Float[np.ndarray, "S n H"]:
+    """Of the heads' tokens."""
+    return self._heads(self.topk_logp_idx).view(np.float32)
+
+  @property
   def standing(self) -> Int[np.ndarray, " S"]:
     """How each slot stands: RUNNING, STOPPED or EXHAUSTED."""
     return self._columns((-1, None))[:, 0]
 
   def _columns(self, span: tuple[int, int | None]) -> np.ndarray:
     return np.asarray(self.data)[:, slice(*span)]
+
+  def _heads(self, span: tuple[int, int]) -> np.ndarray:
+    slots, steps = self.tokens.shape
+    size = (span[1] - span[0]) // steps
+    return self._columns(span).reshape(slots, steps, size)
 
 
 def empty_state(
@@ -151,6 +178,19 @@ def state_shardings(mesh: jax.sharding.Mesh) -> Any:
 def cache_sharding(mesh: jax.sharding.Mesh) -> jax.sharding.NamedSharding:
   """Of keys and values: in the state, or on their way to it."""
   return sharding.named(mesh, None, "slots", None, "kv_heads", None)
+
+
+def cheapest_splits(most: int, sizes: Sequence[int]) -> list[tuple[int, ...]]:
+  """For 0 to `most` sequences, the batches of these sizes that cost least."""
+
+  def cost(split: tuple[int, ...]) -> int:
+    return sum(split) + _CALL * len(split)
+
+  splits: list[tuple[int, ...]] = [()]
+  for n in range(1, most + 1):
+    candidates = [(size, *splits[max(n - size, 0)]) for size in sizes]
+    splits.append(min(candidates, key=cost))
+  return splits
 
 
 def pack(
@@ -223,6 +263,7 @@ def decode(
   params: transformer.Params,
   state: DecodeState,
   steps: int,
+  head_size: int,
 ) -> tuple[DecodeState, Int[Array, "S _"]]:
   """Runs `steps` decode steps; sequences end in the graph.
 
@@ -230,8 +271,9 @@ def decode(
   from then on its slot neither emits nor advances.
 
   Returns:
-    The state, and i32[S, 3n + 2]: tokens [n], valid [n], length [1],
-    logp as bits [n], and how the slot stands [1].
+    The state, and i32[S, 3n + 2nH + 2]: tokens [n], valid [n], length [1],
+    logp as bits [n], the heads' tokens [n, H] and logp as bits [n, H], and how
+    the slot stands [1].
   """
   floats = jax.lax.bitcast_convert_type(state.rows[:, _FLOATS], jnp.float32)
   temperature, top_p, min_p = floats.T
@@ -246,8 +288,8 @@ def decode(
     keys, values, tokens, positions, budget = carry
     active = budget > 0
     logits, new = policy.decode(params, tokens, positions, keys, values)
-    sampled, logp = sampling.sample(
-      logits, sampling_keys, positions + 1, settings, active
+    sampled, logp, head = sampling.sample(
+      logits, sampling_keys, positions + 1, settings, active, head_size
     )
     hit = jnp.any(sampled[:, None] == stop_ids, axis=1) & active
     entry = jnp.where(active, positions, keys.shape[2])
@@ -258,10 +300,10 @@ def decode(
       positions + active,
       jnp.where(hit, 0, budget - active),
     )
-    return carry, (sampled, active, logp, hit)
+    return carry, ((sampled, active, logp, hit), head)
 
   cursor = state.rows[:, _CURSOR].T
-  carry, emitted = jax.lax.scan(
+  carry, (emitted, heads) = jax.lax.scan(
     one_step, (state.keys, state.values, *cursor), length=steps
   )
   keys, values, last, positions, budget = carry
@@ -272,13 +314,29 @@ def decode(
     tokens,
     valid,
     positions[:, None] + 1,
-    jax.lax.bitcast_convert_type(logp, jnp.int32),
+    _bits(logp),
+    *_head_columns(heads),
     jnp.where(ended, standing, RUNNING)[:, None],
   )
   packed = jnp.concatenate([c.astype(jnp.int32) for c in columns], axis=1)
   cursor = jnp.stack([last, positions, budget], axis=1)
   rows = state.rows.at[:, _CURSOR].set(cursor)
   return DecodeState(keys=keys, values=values, rows=rows), packed
+
+
+def _head_columns(
+  heads: tuple[Int[Array, "n S H"], Float[Array, "n S H"]] | None,
+) -> list[Int[Array, "S _"]]:
+  """A row of columns for each slot, step after step."""
+  if heads is None:
+    return []
+  ids, logp = heads
+  rows = (x.swapaxes(0, 1) for x in (ids, _bits(logp)))
+  return [x.reshape(x.shape[0], -1) for x in rows]
+
+
+def _bits(x: Float[Array, "*axes"]) -> Int[Array, "*axes"]:
+  return jax.lax.bitcast_convert_type(x, jnp.int32)
 
 
 def _write(

@@ -99,7 +99,9 @@ class GenerationDriver(orchestrator.Driver):
 
     # Of the loop alone.
     self._state = engine.init_decode_state()
-    self._table = requests.SlotTable(config.slots, config.context_length)
+    self._table = requests.SlotTable(
+      config.slots, config.context_length, config.behavior_top_k
+    )
     self._weights: VersionedParams | None = None
     self._outbox = requests.Outbox()
     self._timeline = timeline.Timeline(clock)

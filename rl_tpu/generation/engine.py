@@ -32,9 +32,6 @@ from rl_tpu.generation.jetstream import engine_api
 from rl_tpu.models import transformer
 from rl_tpu.types import Request, Sampling, VersionedParams
 
-_CALL = 4
-"""What a prefill costs beside its rows, in rows (measured on CPUs)."""
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
@@ -55,6 +52,10 @@ class Config:
   cancellations and free slots wait for the end of a dispatch."""
   max_stop_ids: int = 4
   """Most stop ids of one request, >= 1."""
+  behavior_top_k: int = 0
+  """K most likely tokens kept with each sampled one, for score centering, in
+  [0, vocab_size]; 0 keeps none (Score Centering: 128; vocab_size is exact).
+  Costs 8 K bytes a token."""
 
   def __post_init__(self):
     for name, least in (
@@ -62,6 +63,7 @@ class Config:
       ("context_length", 2),
       ("steps_per_dispatch", 1),
       ("max_stop_ids", 1),
+      ("behavior_top_k", 0),
     ):
       if getattr(self, name) < least:
         raise ValueError(
@@ -142,7 +144,9 @@ def _programs(
     return insert(state, *prefill(params, packed), packed)
 
   def decode(params, state):
-    return decoding.decode(policy, params, state, config.steps_per_dispatch)
+    return decoding.decode(
+      policy, params, state, config.steps_per_dispatch, config.behavior_top_k
+    )
 
   return _Programs(
     empty_state=jax.jit(empty_state, out_shardings=states),
@@ -188,13 +192,20 @@ class PolicyEngine(engine_api.Engine):
     """Prepares the programs; nothing is compiled or allocated yet.
 
     Raises:
-      ValueError: slots or weights do not divide over the mesh.
+      ValueError: slots or weights do not divide over the mesh, or the head is
+        larger than the vocabulary.
     """
     ways = math.prod(mesh.shape[axis] for axis in sharding.RULES["slots"])
     if config.slots % ways:
       raise ValueError(
         f"slots is {config.slots}; it must be a multiple of {ways}, the size "
         f"of mesh axes {sharding.RULES['slots']}"
+      )
+    vocabulary = policy.config.vocab_size
+    if config.behavior_top_k > vocabulary:
+      raise ValueError(
+        f"behavior_top_k is {config.behavior_top_k}; it must be at most "
+        f"vocab_size, {vocabulary}"
       )
     self.policy = policy
     self.config = config
@@ -204,7 +215,7 @@ class PolicyEngine(engine_api.Engine):
     self._batches = sorted(
       {-(-min(n, config.slots) // ways) * ways for n in config.prefill_batches}
     )
-    self._splits = _cheapest_splits(config.slots, self._batches)
+    self._splits = decoding.cheapest_splits(config.slots, self._batches)
 
   # What JetStream asks of an engine.
 
@@ -277,8 +288,8 @@ class PolicyEngine(engine_api.Engine):
     """
     with jax.set_mesh(self._mesh):
       state, data = self._programs.decode(params.params, decode_state)
-    steps = self.config.steps_per_dispatch
-    return state, decoding.Result.of(data, steps, params.version)
+    steps, head = self.config.steps_per_dispatch, self.config.behavior_top_k
+    return state, decoding.Result.of(data, steps, head, params.version)
 
   def get_prefix_destination_sharding(self) -> Prefix:
     """Where `insert` wants a prefix that was computed elsewhere."""
@@ -434,16 +445,3 @@ class PolicyEngine(engine_api.Engine):
       slots=self.config.slots,
       max_stop_ids=self.config.max_stop_ids,
     )
-
-
-def _cheapest_splits(most: int, sizes: Sequence[int]) -> list[tuple[int, ...]]:
-  """For 0 to `most` sequences, the batches of these sizes that cost least."""
-
-  def cost(split: tuple[int, ...]) -> int:
-    return sum(split) + _CALL * len(split)
-
-  splits: list[tuple[int, ...]] = [()]
-  for n in range(1, most + 1):
-    candidates = [(size, *splits[max(n - size, 0)]) for size in sizes]
-    splits.append(min(candidates, key=cost))
-  return splits

@@ -5,7 +5,7 @@ dispatch are recorded for all slots at once; Python visits only the sequences
 that end. `Outbox` wakes each client's asyncio loop once per dispatch, however
 many of its requests ended.
 
-Axes: S slots, C context.
+Axes: S slots, C context, K the sampler's head.
 """
 
 import asyncio
@@ -50,9 +50,9 @@ class OpenRequest(orchestrator.ActiveRequest):
 
 
 class SlotTable:
-  """Tokens, logp and versions of the running sequences, and whose they are."""
+  """What the running sequences sampled, token by token, and whose they are."""
 
-  def __init__(self, slots: int, context_length: int):
+  def __init__(self, slots: int, context_length: int, head_size: int):
     self._owners: list[OpenRequest | None] = [None] * slots
     self._occupied = np.zeros(slots, bool)
     self._prompt_length = np.zeros(slots, np.int64)
@@ -60,6 +60,10 @@ class SlotTable:
     self._tokens = np.zeros((slots, context_length), np.int32)
     self._logp = np.zeros((slots, context_length), np.float32)
     self._version = np.zeros((slots, context_length), np.int32)
+    # Pages of the heads are real memory only once they are written to.
+    heads = (slots, context_length, head_size)
+    self._topk_ids = np.zeros(heads, np.int32)
+    self._topk_logp = np.zeros(heads, np.float32)
 
   @property
   def running(self) -> list[OpenRequest]:
@@ -115,6 +119,8 @@ class SlotTable:
     self._tokens[rows, at] = tokens[rows, step]
     self._logp[rows, at] = result.logp[rows, step]
     self._version[rows, at] = result.version
+    self._topk_ids[rows, at] = result.topk_ids[rows, step]
+    self._topk_logp[rows, at] = result.topk_logp[rows, step]
     self._length += counts
     return len(rows)
 
@@ -140,11 +146,15 @@ class SlotTable:
 
   def _completion(self, slot: int, reason: StopReason) -> Completion:
     sampled = slice(int(self._prompt_length[slot]), int(self._length[slot]))
+    ids, logp = self._topk_ids[slot, sampled], self._topk_logp[slot, sampled]
+    has_head = ids.shape[1] > 0
     return Completion(
       tokens=self._tokens[slot, sampled].copy(),
       logp=self._logp[slot, sampled].copy(),
       version=self._version[slot, sampled].copy(),
       stop_reason=reason,
+      topk_ids=ids.copy() if has_head else None,
+      topk_logp=logp.copy() if has_head else None,
     )
 
 

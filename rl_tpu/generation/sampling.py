@@ -5,7 +5,8 @@ r"""Draws one token a row, and says how likely it was.
 where q is softmax(logits / temperature) restricted to the tokens that top-k,
 top-p and min-p keep, and renormalised: the distribution really sampled from,
 which is what importance weights need. Temperature 0 takes the most likely
-token, with logp 0.
+token, with logp 0. The head of q, its k most likely tokens, comes out of the
+same step: score centering needs it, and later weights could not give it again.
 
 The noise of the token at position t comes from the key
 
@@ -14,7 +15,7 @@ The noise of the token at position t comes from the key
 so a sample depends on the weights and on who asks, never on the slot, the
 batch or the order of arrival. Everything is float32 and runs in the graph.
 
-Axes: S slots, V vocabulary.
+Axes: S slots, V vocabulary, K the head.
 """
 
 import dataclasses
@@ -26,6 +27,11 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 _REACHED = 1e-6
 """Mass by which float32 sums may miss top_p and still have reached it."""
+
+
+Head = tuple[Int[Array, "S K"], Float[Array, "S K"]]
+"""The most likely tokens in order, and their log q; -1 and -inf where the
+support has fewer than K."""
 
 
 @jax.tree_util.register_dataclass
@@ -68,7 +74,8 @@ def sample(
   positions: Int[Array, " S"],
   settings: Settings,
   live: Bool[Array, " S"],
-) -> tuple[Int[Array, " S"], Float[Array, " S"]]:
+  head_size: int = 0,
+) -> tuple[Int[Array, " S"], Float[Array, " S"], Head | None]:
   """Samples the token at `positions` of every slot.
 
   Args:
@@ -78,9 +85,11 @@ def sample(
     settings: of each slot.
     live: slots whose result is used; filters sort the vocabulary, which is
       only done while a live slot asks for one.
+    head_size: K, at most V; 0 leaves the head out.
 
   Returns:
-    Tokens, and their log-probability under the distribution sampled from.
+    Tokens, their log-probability under the distribution sampled from, and that
+    distribution's head.
   """
   greedy = settings.temperature == 0.0
   divisor = jnp.where(greedy, 1.0, settings.temperature)
@@ -95,8 +104,23 @@ def sample(
   )
   token = _argmax(kept + jnp.where(greedy[:, None], 0.0, noise))
   chosen = jnp.take_along_axis(kept, token[:, None], axis=-1)[:, 0]
-  logp = chosen - jax.nn.logsumexp(kept, axis=-1)
-  return token, jnp.where(greedy, 0.0, logp)
+  total = jax.nn.logsumexp(kept, axis=-1)
+  logp = jnp.where(greedy, 0.0, chosen - total)
+  head = _head(kept, total, greedy, head_size) if head_size else None
+  return token, logp, head
+
+
+def _head(
+  kept: Float[Array, "S V"],
+  total: Float[Array, " S"],
+  greedy: Bool[Array, " S"],
+  size: int,
+) -> Head:
+  """The `size` most likely tokens; ties go to the lower id, as in `_argmax`."""
+  largest, ids = jax.lax.top_k(kept, size)
+  certain = jnp.where(jnp.arange(size) == 0, 0.0, -jnp.inf)
+  logp = jnp.where(greedy[:, None], certain, largest - total[:, None])
+  return jnp.where(logp > -jnp.inf, ids, -1), logp
 
 
 def _gumbel(

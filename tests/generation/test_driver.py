@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 from bigram import CONFIG, ask, make_engine, one_device_mesh, script, uniform
-from tiny import INIT, POLICY, full_forward_logp
+from tiny import INIT, POLICY, full_forward_head, full_forward_logp
 
 from rl_tpu.generation import driver as drivers
 from rl_tpu.generation import engine, jetstream
@@ -291,6 +291,35 @@ def test_H14_recompute_logp_is_a_full_forward_of_the_version_that_sampled():
     2 * len(r.tokens) + 4 + 6 for r in REQUESTS
   )
   assert counters.tokens == 27
+
+
+@pytest.mark.parametrize("size", [5, 64])
+def test_the_head_survives_interruption_with_the_version_that_sampled(size):
+  driver = policy_driver("recompute", behavior_top_k=size)
+  completions = asyncio.run(interrupted_twice(driver))
+  hits = 0
+  for request, done in zip(REQUESTS, completions, strict=True):
+    assert done.topk_ids.dtype == np.int32
+    assert done.topk_logp.dtype == np.float32
+    assert done.topk_ids.shape == (len(done.tokens), size)
+    for version in (1, 2, 3):
+      params = weights(driver, version).params
+      ids, logp = full_forward_head(params, request, done.tokens, size)
+      now = done.version == version
+      np.testing.assert_allclose(done.topk_logp[now], logp[now], atol=1e-4)
+      # Neighbours that differ by less than rounding may change places.
+      clear = np.diff(logp, prepend=np.inf, append=-np.inf) < -1e-3
+      clear = now[:, None] & clear[:, :-1] & clear[:, 1:]
+      np.testing.assert_array_equal(done.topk_ids[clear], ids[clear])
+    at = done.topk_ids == done.tokens[:, None]
+    np.testing.assert_array_equal(done.topk_logp[at], done.logp[at.any(axis=1)])
+    hits += at.sum()
+  assert hits == 27 if size == 64 else 0 < hits < 27
+
+
+def test_without_a_head_completions_have_none():
+  (done,) = complete(make_driver(long_script()), ask(1, max_tokens=2))
+  assert done.topk_ids is None and done.topk_logp is None
 
 
 def test_keep_goes_on_with_the_old_keys_and_stamps_the_weights_that_sampled():

@@ -1,4 +1,5 @@
 import dataclasses
+import logging
 
 import jax
 import numpy as np
@@ -184,7 +185,7 @@ def test_more_sequences_than_the_largest_batch_are_all_inserted(weights):
 def test_sequences_are_split_into_batches_with_few_unused_rows(
   sequences, batches
 ):
-  split = engine._cheapest_splits(64, (1, 8, 32))[sequences]
+  split = decoding.cheapest_splits(64, (1, 8, 32))[sequences]
   assert sorted(split, reverse=True) == list(batches)
 
 
@@ -318,18 +319,38 @@ def test_loaded_weights_survive_the_death_of_their_source(served):
   assert np.isfinite(np.asarray(loaded.params["embedding"])).all()
 
 
-def test_warm_up_leaves_nothing_to_compile():
-  served = policy_engine(slots=2, prefill_batches=(1, 2))
+def compiled(caplog, work):
+  """What the engine's programs compiled during `work`."""
+  caplog.clear()
+  with jax.log_compiles(), caplog.at_level(logging.WARNING):
+    work()
+  names = ("jit(admit)", "jit(decode)", "jit(release)")
+  return [
+    record.getMessage()
+    for record in caplog.records
+    if "Compiling" in record.getMessage()
+    and any(name in record.getMessage() for name in names)
+  ]
+
+
+def test_warm_up_leaves_nothing_to_compile(caplog):
+  # No other test has an engine of this size, whose programs it would share.
+  served = policy_engine(slots=3, prefill_batches=(1, 2, 3))
   weights = served.load_params(INIT(jax.random.key(0)))
-  state = served.warm_up(weights, served.init_decode_state())
-  programs = served._programs
-  sizes = [f._cache_size() for f in (programs.admit, programs.decode)]
-  assert sizes == [6, 1]
-  state = served.admit(weights, state, [admission(1, REQUESTS[0])])
-  state, _ = served.generate(weights, state)
-  state = served.release(state, [1])
-  served.generate(VersionedParams(version=1, params=weights.params), state)
-  assert [f._cache_size() for f in (programs.admit, programs.decode)] == sizes
+  state = served.init_decode_state()
+
+  def warm():
+    nonlocal state
+    state = served.warm_up(weights, state)
+
+  def serve():
+    started = served.admit(weights, state, [admission(1, REQUESTS[0])])
+    going, _ = served.generate(weights, started)
+    freed = served.release(going, [1])
+    served.generate(VersionedParams(version=1, params=weights.params), freed)
+
+  assert len(compiled(caplog, warm)) >= 9 + 2
+  assert compiled(caplog, serve) == []
 
 
 @pytest.mark.parametrize(
@@ -338,6 +359,7 @@ def test_warm_up_leaves_nothing_to_compile():
     ("slots", 0),
     ("context_length", 1),
     ("steps_per_dispatch", 0),
+    ("behavior_top_k", -1),
     ("prefill_buckets", (8, 4)),
     ("prefill_batches", ()),
   ],
@@ -351,3 +373,38 @@ def test_slots_that_do_not_divide_over_the_mesh_are_refused():
   mesh = sharding.make_mesh(sharding.MeshShape(data=2), jax.devices())
   with pytest.raises(ValueError, match=r"slots is 3.*multiple of 2"):
     policy_engine(mesh, slots=3)
+
+
+def test_a_head_larger_than_the_vocabulary_is_refused():
+  policy_engine(behavior_top_k=64)
+  with pytest.raises(ValueError, match=r"behavior_top_k is 65.*at most.*64"):
+    policy_engine(behavior_top_k=65)
+
+
+def test_a_head_changes_no_sample_and_costs_nothing_where_none_is_kept(
+  played, weights
+):
+  keeping = policy_engine(behavior_top_k=3)
+  admissions = [admission(i, r) for i, r in enumerate(REQUESTS)]
+  assert play(keeping, weights, admissions) == played
+  for served, width in ((keeping, 3), (policy_engine(), 0)):
+    state = served.admit(weights, served.init_decode_state(), admissions)
+    _, result = served.generate(weights, state)
+    result = result.convert_to_numpy()
+    assert result.data.dtype == np.int32
+    assert result.data.shape == (4, 3 * 2 + 2 * 2 * width + 2)
+    assert result.topk_ids.shape == result.topk_logp.shape == (4, 2, width)
+
+
+def test_a_2x2_mesh_keeps_the_head_that_one_device_keeps(weights):
+  mesh = sharding.make_mesh(sharding.MeshShape(fsdp=2, tensor=2), jax.devices())
+  results = []
+  for where in (None, mesh):
+    served = policy_engine(where, behavior_top_k=5, prefill_batches=(4,))
+    moved = served.load_params(weights.params)
+    admissions = [admission(i, r) for i, r in enumerate(REQUESTS)]
+    state = served.admit(moved, served.init_decode_state(), admissions)
+    results.append(served.generate(moved, state)[1].convert_to_numpy())
+  one, spread = results
+  np.testing.assert_array_equal(one.topk_ids[:3], spread.topk_ids[:3])
+  np.testing.assert_allclose(one.topk_logp[:3], spread.topk_logp[:3], atol=1e-5)

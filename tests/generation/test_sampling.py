@@ -8,6 +8,7 @@ import pytest
 from rl_tpu.generation import sampling
 
 SAMPLE = jax.jit(sampling.sample)
+HEADS = jax.jit(sampling.sample, static_argnums=5)
 P = [0.5, 0.3, 0.15, 0.05]
 
 
@@ -35,13 +36,14 @@ def keys(slots, seed=0, prompt_index=0, member=None):
 
 def draw(logits, how, position=5, **identity):
   slots = logits.shape[0]
-  token, logp = SAMPLE(
+  token, logp, head = SAMPLE(
     logits,
     keys(slots, **identity),
     jnp.full(slots, position),
     how,
     jnp.ones(slots, bool),
   )
+  assert head is None
   return np.asarray(token), np.asarray(logp)
 
 
@@ -139,9 +141,9 @@ def test_the_vocabulary_is_not_sorted_for_slots_that_are_free():
   live = jnp.arange(256) == 0
   how = settings(256, top_k=jnp.where(live, 0, 1))
   args = rows_of(P, 256), keys(256), jnp.full(256, 5), how
-  token, logp = SAMPLE(*args, live)
+  token, logp, _ = SAMPLE(*args, live)
   np.testing.assert_allclose(logp, np.log(np.asarray(P)[token]), atol=1e-5)
-  _, filtered = SAMPLE(*args, ~live)
+  _, filtered, _ = SAMPLE(*args, ~live)
   np.testing.assert_array_equal(filtered[1:], 0.0)
 
 
@@ -149,3 +151,46 @@ def test_a_tie_at_the_k_th_place_keeps_k_tokens():
   token, logp = draw(rows_of([0.25] * 4, 256), settings(256, top_k=3))
   assert set(token) == {0, 1, 2}
   np.testing.assert_allclose(logp, math.log(1 / 3), atol=1e-6)
+
+
+def head_of(probabilities, size, **how):
+  """(token, logp, ids, head logp) of one slot's draw."""
+  token, logp, (ids, head_logp) = HEADS(
+    rows_of(probabilities, 1),
+    keys(1),
+    jnp.full(1, 5),
+    settings(1, **how),
+    jnp.ones(1, bool),
+    size,
+  )
+  return int(token[0]), float(logp[0]), np.asarray(ids[0]), head_logp[0]
+
+
+def test_the_head_is_of_the_distribution_after_temperature():
+  token, logp, ids, head_logp = head_of(P, 3, temperature=0.5)
+  sharp = np.asarray(P) ** 2 / np.sum(np.asarray(P) ** 2)
+  assert ids.tolist() == [0, 1, 2]
+  np.testing.assert_allclose(head_logp, np.log(sharp[:3]), atol=1e-5)
+  assert logp == head_logp[ids.tolist().index(token)]
+
+
+def test_a_head_of_the_whole_vocabulary_holds_all_the_mass_in_order():
+  _, _, ids, head_logp = head_of(P[::-1], 4)
+  assert ids.tolist() == [3, 2, 1, 0]
+  np.testing.assert_allclose(np.exp(head_logp).sum(), 1.0, atol=1e-6)
+
+
+def test_slots_of_the_head_outside_a_filtered_support_are_unused():
+  token, logp, ids, head_logp = head_of(P, 4, top_p=0.8)
+  assert ids.tolist() == [0, 1, -1, -1]
+  np.testing.assert_allclose(
+    head_logp, [math.log(0.625), math.log(0.375), -np.inf, -np.inf], atol=1e-5
+  )
+  assert logp == head_logp[token]
+
+
+def test_a_greedy_head_is_its_one_certain_token():
+  token, logp, ids, head_logp = head_of([0.2, 0.3, 0.3, 0.2], 3, temperature=0)
+  assert (token, logp) == (1, 0.0)
+  assert ids.tolist() == [1, -1, -1]
+  assert head_logp.tolist() == [0.0, -np.inf, -np.inf]

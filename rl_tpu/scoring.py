@@ -1,0 +1,161 @@
+r"""From hidden states to PolicyOutputs, a chunk of positions at a time.
+
+Logits are the largest array there is (32k tokens of a 152k vocabulary: 20 GB in
+float32), and each position's are needed only to make a few numbers:
+
+    logp(v) = z_v / temperature - log sum_u exp(z_u / temperature)
+
+for the token taken and for the sampler's head (score centering, where it is
+normalised over the whole vocabulary too), and -sum_v p_v logp(v), the entropy.
+So positions pass the output head in chunks, one after the other, and the
+backward pass computes a chunk's logits again instead of keeping them: nothing
+larger than [R, chunk, V] lives at any time, for one more product with the
+output head. Under a mesh that weight is gathered once, before the chunks, and
+its gradient summed over devices once, after them.
+
+Axes: R rows, T tokens, K sampler's head, D model, V vocabulary.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from rl_tpu import ops, sharding
+from rl_tpu.models import transformer
+from rl_tpu.types import Batch, PolicyOutputs
+
+
+def policy_outputs(
+  policy: transformer.Policy,
+  params: transformer.Params,
+  batch: Batch,
+  requires: frozenset[str],
+  chunk: int,
+) -> PolicyOutputs:
+  """One forward pass; differentiable in `params`.
+
+  Args:
+    policy: the model.
+    params: its weights, which are the target policy here.
+    batch: packed rows; temperatures are > 0.
+    requires: which of `entropy` and `target_topk_logp` to compute beside
+      `target_logp`; what else it names is not computed here.
+    chunk: most positions of each row whose logits live at once; 0: all. T is
+      split into equal chunks, the last padded.
+
+  Returns:
+    Outputs aligned to tokens, in f32; 0 for the first token of a trajectory,
+    for padding, and where the head's id is -1.
+
+  Raises:
+    ValueError: the head is asked for and the batch has none.
+  """
+  hidden = policy.hidden(
+    params, batch.tokens, batch.positions, batch.trajectory_ids
+  )
+  topk_ids = None
+  if "target_topk_logp" in requires:
+    topk_ids = ops.required(batch.behavior_topk_ids, "batch.behavior_topk_ids")
+    topk_ids = _each_slot(ops.shift_to_logits, fill=-1)(topk_ids)
+  positions = (
+    hidden,
+    ops.next_tokens(batch.tokens, batch.trajectory_ids),
+    ops.shift_to_logits(batch.temperature, 1.0),
+    topk_ids,
+  )
+
+  def score_rows(weight, positions):
+    def score(part):
+      hidden, labels, temperature, topk_ids = part
+      logits = policy.logits(weight, hidden)
+      entropy = "entropy" in requires
+      return _score(logits, labels, temperature, topk_ids, entropy)
+
+    return _by_chunks(score, positions, chunk)
+
+  name = "embedding" if policy.config.tied else "head"
+  scored = _on_own_rows(score_rows)({name: params[name]}, positions)
+  topk = scored.pop("target_topk_logp", None)
+  if topk is not None:
+    topk = _each_slot(ops.shift_to_tokens)(topk)
+  aligned = {name: ops.shift_to_tokens(x) for name, x in scored.items()}
+  return PolicyOutputs(**aligned, target_topk_logp=topk)
+
+
+def _each_slot(shift: Callable[..., Array], **options: Any):
+  """A shift of [R,T] for each of the K slots of [R,T,K]."""
+  return jax.vmap(functools.partial(shift, **options), in_axes=-1, out_axes=-1)
+
+
+def _on_own_rows(function: Callable[[Any, Any], Any]):
+  """Lets each device map its own rows; the first argument comes whole to all.
+
+  Left to the compiler, the gradient of that argument would be summed over
+  devices in every chunk.
+  """
+  if jax.sharding.get_abstract_mesh().empty:
+    return function
+  rows = sharding.partition_spec(("rows",))
+  return jax.shard_map(
+    function,
+    in_specs=(jax.P(), rows),
+    out_specs=rows,
+    axis_names=set(sharding.RULES["rows"]),
+    check_vma=False,
+  )
+
+
+def _score(
+  logits: Float[Array, "R C V"],
+  labels: Int[Array, "R C"],
+  temperature: Float[Array, "R C"],
+  topk_ids: Int[Array, "R C K"] | None,
+  with_entropy: bool,
+) -> dict[str, Array]:
+  """What the logits of some positions say of labels and head; -1 is no id."""
+  used = (labels >= 0)[..., None]
+  logits = jnp.where(used, logits, 0.0) / temperature[..., None]
+  total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+  ids = labels[..., None]
+  if topk_ids is not None:
+    ids = jnp.concatenate([ids, topk_ids], axis=-1)
+  known = used & (ids >= 0)
+  picked = jnp.take_along_axis(logits, jnp.where(known, ids, 0), axis=-1)
+  logp = jnp.where(known, picked - total, 0.0)
+  scored = {"target_logp": logp[..., 0]}
+  if topk_ids is not None:
+    scored["target_topk_logp"] = logp[..., 1:]
+  if with_entropy:
+    mean = jnp.sum(jnp.exp(logits - total) * logits, axis=-1)
+    scored["entropy"] = jnp.where(used[..., 0], total[..., 0] - mean, 0.0)
+  return scored
+
+
+def _by_chunks(function: Callable[[Any], Any], arrays: Any, chunk: int) -> Any:
+  """Maps [R,T,...] to [R,T,...] in equal chunks of at most `chunk` positions.
+
+  Padding repeats the last position, which predicts nothing.
+  """
+  rows, length = jax.tree.leaves(arrays)[0].shape[:2]
+  count = -(-length // chunk) if chunk else 1
+  if count == 1:
+    return function(arrays)
+  size = -(-length // count)
+  padding = count * size - length
+
+  def split(x):
+    widths = [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2)
+    x = jnp.pad(x, widths, mode="edge")
+    return x.reshape(rows, count, size, *x.shape[2:]).swapaxes(0, 1)
+
+  def join(x):
+    x = x.swapaxes(0, 1)
+    return x.reshape(rows, count * size, *x.shape[3:])[:, :length]
+
+  # Inside a loop nothing can be merged with the backward pass anyway.
+  again = jax.checkpoint(function, prevent_cse=False)
+  return jax.tree.map(join, jax.lax.map(again, jax.tree.map(split, arrays)))

@@ -14,7 +14,18 @@ each of the following is decided once:
   spread or no members is 0 by name.
 """
 
+from rl_tpu.ops.centering import (
+  CORRECTIONS,
+  Centering,
+  center,
+  centering_metrics,
+  centering_term,
+  correction_weight,
+  head_slots,
+  with_tail,
+)
 from rl_tpu.ops.checks import (
+  check_choices,
   check_fields,
   check_shapes,
   required,
@@ -26,6 +37,23 @@ from rl_tpu.ops.credit import (
   group_std,
   outcome_advantages,
   return_to_go,
+)
+from rl_tpu.ops.gae import (
+  gae,
+  lambda_returns,
+  length_adaptive_lambda,
+  so_far,
+  span_total,
+  turn_ends,
+  turn_ids,
+  value_error,
+  value_loss,
+  whiten,
+)
+from rl_tpu.ops.kl import (
+  KL_ESTIMATORS,
+  behavior_reference_kl,
+  target_reference_kl,
 )
 from rl_tpu.ops.logp import (
   known_logp,
@@ -54,25 +82,50 @@ from rl_tpu.ops.sums import (
   estimate,
   masked_mean_std,
 )
+from rl_tpu.ops.trajectories import (
+  action_count,
+  action_mean,
+  action_sum,
+  drop_truncated,
+  masked_trajectories,
+)
 
 __all__ = [
   "BASELINES",
+  "CORRECTIONS",
+  "KL_ESTIMATORS",
   "MAX_LOG_RATIO",
   "WEIGHT_MODES",
+  "Centering",
   "action_advantages",
+  "action_count",
+  "action_mean",
+  "action_sum",
   "behavior_metrics",
+  "behavior_reference_kl",
+  "center",
+  "centering_metrics",
+  "centering_term",
+  "check_choices",
   "check_fields",
   "check_shapes",
   "clipped_surrogate",
+  "correction_weight",
   "divide_or_zero",
+  "drop_truncated",
   "estimate",
+  "gae",
   "group_baseline",
   "group_std",
+  "head_slots",
   "importance_weight",
   "known_logp",
   "label_logp",
+  "lambda_returns",
+  "length_adaptive_lambda",
   "log_ratio",
   "masked_mean_std",
+  "masked_trajectories",
   "next_tokens",
   "outcome_advantages",
   "per_token",
@@ -82,6 +135,15 @@ __all__ = [
   "reverse_accumulate",
   "shift_to_logits",
   "shift_to_tokens",
+  "so_far",
+  "span_total",
+  "target_reference_kl",
   "token_logp",
   "trajectory_sum",
+  "turn_ends",
+  "turn_ids",
+  "value_error",
+  "value_loss",
+  "whiten",
+  "with_tail",
 ]

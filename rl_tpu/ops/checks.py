@@ -1,6 +1,7 @@
 """What a loss refuses before it computes: shapes, missing inputs, fields."""
 
 import dataclasses
+import typing
 from typing import Any
 
 from jaxtyping import Array
@@ -50,3 +51,14 @@ def check_fields(config: Any, *checks: tuple[str, bool, str]) -> None:
         f"{algorithm}.Config.{name} is {getattr(config, name)!r}; "
         f"it must be {allowed}"
       )
+
+
+def check_choices(config: Any) -> None:
+  """Raises ValueError unless each Literal field has one of its values."""
+  checks = []
+  for name, hint in typing.get_type_hints(type(config)).items():
+    if typing.get_origin(hint) is typing.Literal:
+      allowed = typing.get_args(hint)
+      good = getattr(config, name) in allowed
+      checks.append((name, good, f"one of {allowed}"))
+  check_fields(config, *checks)

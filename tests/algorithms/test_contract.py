@@ -1,4 +1,7 @@
-"""What every algorithm promises; a new file is covered without an edit."""
+"""What every algorithm promises; a new file is covered without an edit.
+
+An algorithm that can center scores is held to it both ways.
+"""
 
 import dataclasses
 import functools
@@ -9,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.flatten_util import ravel_pytree
 
 from rl_tpu import algorithms, ops
 from rl_tpu.packing import pack
@@ -16,10 +20,38 @@ from rl_tpu.types import Batch, PolicyOutputs, Trajectory
 
 ROW_LENGTH = 12
 VERSION = 3
-FLOATS = ("behavior_logp", "rewards", "advantages", "returns", "values")
-SIZES = {"R": 1, "K": 3}
+FLOATS = (
+  "behavior_logp",
+  "behavior_topk_logp",
+  "rewards",
+  "advantages",
+  "returns",
+  "values",
+)
+HEAD = 3
+SIZES = {"R": 1, "K": HEAD}
+DIFFERENTIATED = ("target_logp", "target_topk_logp", "entropy")
+TOGGLED = "+toggled_centering"
 
-every_algorithm = pytest.mark.parametrize("name", algorithms.names())
+
+def cases():
+  """Every algorithm, and once more with the other setting of `centering`."""
+  for name in algorithms.names():
+    yield name
+    if hasattr(algorithms.get(name).Config(), "centering"):
+      yield name + TOGGLED
+
+
+every_algorithm = pytest.mark.parametrize("name", list(cases()))
+
+
+def find(name):
+  """The module and the config of a case."""
+  module = algorithms.get(name.removesuffix(TOGGLED))
+  config = module.Config()
+  if name.endswith(TOGGLED):
+    config = dataclasses.replace(config, centering=not config.centering)
+  return module, config
 
 
 def make_trajectory(seed, group_id, member, length):
@@ -51,6 +83,12 @@ TRAJECTORIES = [
 ]
 
 
+def make_head(generator, shape):
+  """Logp of a head that leaves a tail, over the last axis."""
+  logits = generator.normal(0.0, 1.0, (*shape[:-1], shape[-1] + 1))
+  return np.asarray(jax.nn.log_softmax(logits))[..., :-1]
+
+
 def make_outputs(trajectory, seed):
   """Every field of PolicyOutputs for one trajectory, [1, T, ...]."""
   generator = np.random.default_rng(100 + seed)
@@ -59,12 +97,30 @@ def make_outputs(trajectory, seed):
     array_type, *_ = typing.get_args(field.type) or (field.type,)
     sizes = SIZES | {"T": len(trajectory)}
     shape = [sizes[axis] for axis in array_type.dim_str.split()]
-    noise = generator.normal(0.0, 0.5, shape)
-    center = trajectory.behavior_logp[None].reshape(
-      1, -1, *[1] * (len(shape) - 2)
-    )
-    fields[field.name] = np.minimum(center + noise, -0.01)
+    if shape[2:] == [HEAD]:
+      fields[field.name] = make_head(generator, shape)
+    else:
+      noise = generator.normal(0.0, 0.5, shape)
+      fields[field.name] = np.minimum(trajectory.behavior_logp + noise, -0.01)
   return fields
+
+
+def lay_out_head(batch, dtype):
+  """Batch fields of the sampler's head; some tokens leave a slot unused."""
+  ids = np.full((*batch.tokens.shape, HEAD), -1)
+  logp = np.full(ids.shape, -np.inf)
+  for n, trajectory in enumerate(TRAJECTORIES):
+    generator = np.random.default_rng(200 + n)
+    place = np.asarray(batch.trajectory_ids) == n
+    order = np.asarray(batch.positions)[place]
+    used = generator.random((len(trajectory), HEAD)) < 0.8
+    head = make_head(generator, (len(trajectory), HEAD))
+    ids[place] = np.where(used, np.arange(HEAD), -1)[order]
+    logp[place] = np.where(used, head, -np.inf)[order]
+  return {
+    "behavior_topk_ids": jnp.asarray(ids),
+    "behavior_topk_logp": jnp.asarray(logp, dtype),
+  }
 
 
 def lay_out(batch, dtype=jnp.float32):
@@ -79,7 +135,10 @@ def lay_out(batch, dtype=jnp.float32):
     fields[name] = jnp.asarray(array, dtype)
   outputs = PolicyOutputs(**fields)
   batch = dataclasses.replace(
-    batch, values=outputs.target_logp * 0.5, returns=outputs.target_logp * 0.7
+    batch,
+    values=outputs.target_logp * 0.5,
+    returns=outputs.target_logp * 0.7,
+    **lay_out_head(batch, dtype),
   )
   return outputs, jax.tree.map(jnp.asarray, batch)
 
@@ -98,8 +157,7 @@ def with_advantages(module, outputs, batch, config):
 
 @functools.cache
 def example(name):
-  module = algorithms.get(name)
-  config = module.Config()
+  module, config = find(name)
   outputs, batch = lay_out(packed())
   return (
     module,
@@ -109,16 +167,27 @@ def example(name):
   )
 
 
+def live_fields(module, outputs, config):
+  """The outputs that the loss is differentiated by."""
+  needed = algorithms.requires(module, config) | {"target_logp"}
+  return {
+    field: getattr(outputs, field)
+    for field in DIFFERENTIATED
+    if field in needed
+  }
+
+
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def evaluate(module, outputs, batch, config):
-  """(loss, metrics), gradient with respect to target_logp."""
+  """Metrics with the loss, and its gradient by output."""
 
-  def loss(target_logp):
-    live = dataclasses.replace(outputs, target_logp=target_logp)
+  def loss(live):
+    live = dataclasses.replace(outputs, **live)
     estimate, metrics = module.loss(live, batch, config)
     return estimate.total, metrics | {"loss": estimate}
 
-  gradient, metrics = jax.grad(loss, has_aux=True)(outputs.target_logp)
+  live = live_fields(module, outputs, config)
+  gradient, metrics = jax.grad(loss, has_aux=True)(live)
   return metrics, gradient
 
 
@@ -136,9 +205,9 @@ def map_both(function, outputs, batch):
 
 @every_algorithm
 def test_requires_names_fields_of_the_outputs(name):
-  module = algorithms.get(name)
+  module, config = find(name)
   fields = {field.name for field in dataclasses.fields(PolicyOutputs)}
-  needed = algorithms.requires(module, module.Config())
+  needed = algorithms.requires(module, config)
   assert needed <= module.REQUIRES <= fields - {"target_logp"}
 
 
@@ -166,7 +235,8 @@ def test_the_loss_counts_action_tokens_and_metrics_are_estimates(name):
   module, config, outputs, batch = example(name)
   metrics, gradient = evaluate(module, outputs, batch, config)
   assert metrics["loss"].count == np.sum(batch.action_mask)
-  assert np.any(gradient) and not np.any(gradient[~batch.action_mask])
+  for slopes in gradient.values():
+    assert np.any(slopes) and not np.any(slopes[~batch.action_mask])
   common = ops.behavior_metrics(outputs, batch)
   assert_same({key: metrics[key] for key in common}, common)
   assert all(np.isfinite(leaf) for leaf in jax.tree.leaves(metrics))
@@ -192,7 +262,7 @@ def test_padding_rows_and_columns_change_nothing(name):
   assert_same(padded.advantages, pad(batch.advantages))
   metrics, gradient = evaluate(module, outputs, padded, config)
   assert_same(metrics, expected[0])
-  assert_same(gradient, pad(expected[1]))
+  assert_same(gradient, jax.tree.map(pad, expected[1]))
 
 
 @every_algorithm
@@ -230,7 +300,9 @@ def test_H04_splitting_eight_rows_any_way_gives_one_gradient(name, size):
     [part[0] for part in parts],
   )
   assert_same(metrics, expected[0])
-  assert_same(jnp.concatenate([part[1] for part in parts]), expected[1])
+  gradients = [part[1] for part in parts]
+  joined = jax.tree.map(lambda *x: jnp.concatenate(x), *gradients)
+  assert_same(joined, expected[1])
 
 
 @every_algorithm
@@ -257,22 +329,24 @@ def test_packing_equals_one_row_per_trajectory(name):
     here = np.asarray(single.trajectory_ids) == n
     there = np.asarray(batch.trajectory_ids) == n
     assert_same(single.advantages[here], batch.advantages[there])
-    assert_same(single_gradient[here], gradient[there])
+    for field, slopes in gradient.items():
+      assert_same(single_gradient[field][here], slopes[there])
 
 
 @every_algorithm
 def test_the_gradient_is_the_finite_difference(name, monkeypatch):
   """In f64; what the loss holds constant is held at its first value."""
   with jax.enable_x64(True):
-    module = algorithms.get(name)
-    config = module.Config()
+    module, config = find(name)
     outputs, batch = lay_out(packed(), jnp.float64)
     batch = batch.map_rows(
       lambda x: x.astype(jnp.float64) if x.dtype == jnp.float32 else x
     )
     batch = with_advantages(module, outputs, batch, config)
     _, gradient = evaluate(module, outputs, batch, config)
+    gradient, _ = ravel_pytree(gradient)
     assert gradient.dtype == jnp.float64
+    start, unravel = ravel_pytree(live_fields(module, outputs, config))
 
     constants = []
     detach = jax.lax.stop_gradient
@@ -281,24 +355,22 @@ def test_the_gradient_is_the_finite_difference(name, monkeypatch):
       constants.append(detach(x))
       return constants[-1]
 
-    def total(target_logp):
-      live = dataclasses.replace(outputs, target_logp=target_logp)
+    def total(numbers):
+      live = dataclasses.replace(outputs, **unravel(numbers))
       return module.loss(live, batch, config)[0].total
 
     monkeypatch.setattr(jax.lax, "stop_gradient", record)
-    total(outputs.target_logp)
+    total(start)
 
     def difference(direction, step=1e-6):
       sides = []
       for sign in (1, -1):
         replay = iter(constants).__next__
         monkeypatch.setattr(jax.lax, "stop_gradient", lambda _, f=replay: f())
-        sides.append(total(outputs.target_logp + sign * step * direction))
+        sides.append(total(start + sign * step * direction))
       return (sides[0] - sides[1]) / (2 * step)
 
-    size = outputs.target_logp.size
-    directions = jnp.eye(size).reshape(size, *outputs.target_logp.shape)
-    slopes = jax.jit(jax.vmap(difference))(directions).reshape(gradient.shape)
+    slopes = jax.jit(jax.vmap(difference))(jnp.eye(start.size))
     np.testing.assert_allclose(slopes, gradient, rtol=1e-6, atol=1e-7)
 
 
@@ -306,16 +378,22 @@ def test_the_gradient_is_the_finite_difference(name, monkeypatch):
 def test_on_policy_it_is_the_policy_gradient(name):
   module, config, outputs, batch = example(name)
   target = jnp.where(batch.action_mask, outputs.target_logp, 0.0)
+  head = outputs.target_topk_logp
   outputs = dataclasses.replace(
-    outputs, target_logp=target, proximal_logp=target
+    outputs,
+    target_logp=target,
+    proximal_logp=target,
+    proximal_topk_logp=head,
   )
   batch = dataclasses.replace(
     batch,
     behavior_logp=target,
+    behavior_topk_logp=head,
     token_version=jnp.where(batch.action_mask, VERSION, -1),
   )
   metrics, gradient = evaluate(module, outputs, batch, config)
-  assert_same(gradient, -batch.advantages)
+  assert_same(gradient.pop("target_logp"), -batch.advantages)
+  assert not np.any(np.abs(gradient.pop("target_topk_logp", 0.0)) > 1e-6)
   assert metrics["behavior_target_kl"].total == 0
 
 
@@ -329,7 +407,12 @@ def test_shapes_that_would_broadcast_are_refused(name):
     )
     with pytest.raises(ValueError, match=f"outputs.{field} has shape"):
       module.loss(narrow, batch, config)
-  for field in ("behavior_logp", "action_mask", "advantages"):
+  for field in (
+    "behavior_logp",
+    "behavior_topk_logp",
+    "action_mask",
+    "advantages",
+  ):
     narrow = dataclasses.replace(batch, **{field: jnp.ones(wrong)})
     with pytest.raises(ValueError, match=f"batch.{field} has shape"):
       module.loss(outputs, narrow, config)
@@ -363,7 +446,7 @@ def test_X01_a_huge_ratio_is_finite_and_counted(name, advantage):
   batch = dataclasses.replace(batch, advantages=advantages)
   metrics, gradient = evaluate(module, outputs, batch, config)
   assert all(np.isfinite(leaf) for leaf in jax.tree.leaves(metrics))
-  assert np.all(np.isfinite(gradient))
+  assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(gradient))
   assert metrics["extreme_ratio"].total == 1
 
 
@@ -383,8 +466,8 @@ def test_X02_a_logp_that_the_engine_lacks_counts_as_ratio_one(name, missing):
 
 @every_algorithm
 def test_a_config_is_a_constant_that_can_be_compared(name):
-  config = algorithms.get(name).Config()
-  assert hash(config) == hash(algorithms.get(name).Config())
+  _, config = find(name)
+  assert hash(config) == hash(find(name)[1])
   with pytest.raises(dataclasses.FrozenInstanceError):
     config.anything = 1
 

@@ -2,12 +2,14 @@ r"""PPO clipped around the behavior policy: ratio r_t = target/behavior.
 
     loss = - sum_t min(r_t A_t, clip(r_t, 1 - low, 1 + high) A_t)
              / number of action tokens
+           - entropy_coefficient * mean entropy of the target policy
 
 The baseline of AReaL's Figure 5a ("naive PPO", arXiv:2505.24298): with stale
 data the trust region is centred on the policy that sampled, which pulls the
 target back towards old weights; `decoupled_ppo` centres it on the proximal
-policy. No critic (lambda = gamma = 1, V = 0), no KL term, no entropy bonus.
-PPO: Schulman et al. 2017, arXiv:1707.06347.
+policy. No critic (lambda = gamma = 1, V = 0), no KL term; the entropy bonus,
+over action tokens, is off unless asked for. PPO: Schulman et al. 2017,
+arXiv:1707.06347.
 """
 
 import dataclasses
@@ -18,7 +20,7 @@ from jaxtyping import Array, Float
 from rl_tpu import ops
 from rl_tpu.types import Batch, Estimate, PolicyOutputs
 
-REQUIRES = frozenset()
+REQUIRES = frozenset({"entropy"})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,6 +40,9 @@ class Config:
   """How rewards become advantages; see `ops.outcome_advantages`. `batch` is
   AReaL's: normalised over the action tokens of the batch."""
 
+  entropy_coefficient: float = 0.0
+  """Weight of the entropy bonus, >= 0; 0: no entropy is computed."""
+
   def __post_init__(self):
     dual = self.dual_clip
     ops.check_fields(
@@ -46,7 +51,13 @@ class Config:
       ("clip_high", self.clip_high > 0, "> 0"),
       ("dual_clip", dual is None or dual > 1, "> 1 or None"),
       ("baseline", self.baseline in ops.BASELINES, f"one of {ops.BASELINES}"),
+      ("entropy_coefficient", self.entropy_coefficient >= 0, ">= 0"),
     )
+
+
+def requires(config: Config) -> frozenset[str]:
+  """The entropy, only where there is a bonus."""
+  return REQUIRES if config.entropy_coefficient else frozenset()
 
 
 def advantages(
@@ -76,4 +87,9 @@ def loss(
     "clip_fraction": ops.estimate(clipped, mask),
     **ops.behavior_metrics(outputs, batch),
   }
-  return ops.estimate(surrogate, mask), metrics
+  total = surrogate
+  if config.entropy_coefficient:
+    entropy = ops.required(outputs.entropy, "outputs.entropy")
+    total = total - config.entropy_coefficient * entropy
+    metrics["entropy"] = ops.estimate(entropy, mask)
+  return ops.estimate(total, mask), metrics

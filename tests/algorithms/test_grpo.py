@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rl_tpu import algorithms
 from rl_tpu.algorithms import grpo
 from rl_tpu.types import PolicyOutputs
 
@@ -56,12 +57,34 @@ def test_the_ratio_is_clipped_around_the_behavior_policy(build, gradient):
   np.testing.assert_allclose(slopes, [0.0, 2.0, -1.0, 1.0], rtol=1e-6)
 
 
+def test_the_kl_term_pulls_towards_the_reference_only_if_asked(build, gradient):
+  outputs, batch = build([-1.0, -1.0], [-1.0, -1.0], [0.0, 0.0])
+  reference = jnp.array([[0.0, -0.5, -1.5]])
+  outputs = dataclasses.replace(outputs, reference_logp=reference)
+  config = grpo.Config(kl_coefficient=0.5)
+  assert algorithms.requires(grpo, grpo.Config()) == frozenset()
+  assert algorithms.requires(grpo, config) == {"reference_logp"}
+  loss, metrics = grpo.loss(outputs, batch, config)
+  kl = [math.exp(d) - 1 - d for d in (0.5, -0.5)]
+  assert loss.total == pytest.approx(0.5 * sum(kl), rel=1e-5)
+  estimate = metrics["target_reference_kl"].mean(empty=0.0)
+  assert estimate == pytest.approx(sum(kl) / 2, rel=1e-5)
+  slopes = gradient(grpo, outputs, batch, config)
+  expected = [-0.5 * (math.exp(d) - 1) for d in (0.5, -0.5)]
+  np.testing.assert_allclose(slopes, expected, rtol=1e-5)
+  without = PolicyOutputs(target_logp=outputs.target_logp)
+  with pytest.raises(ValueError, match=r"outputs\.reference_logp is None"):
+    grpo.loss(without, batch, config)
+
+
 @pytest.mark.parametrize(
   ("field", "value", "allowed"),
   [
     ("clip_low", 0.0, r"in \(0, 1\]"),
     ("clip_high", 0.0, "> 0"),
     ("baseline", "batch", "group_mean"),
+    ("kl_coefficient", -1.0, ">= 0"),
+    ("kl_estimator", "k0", "k3"),
   ],
 )
 def test_the_config_names_field_value_and_what_is_allowed(

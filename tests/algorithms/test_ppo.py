@@ -1,10 +1,14 @@
 """PPO around the behavior policy, by hand and against a slow loop."""
 
+import dataclasses
 import math
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rl_tpu import algorithms
 from rl_tpu.algorithms import ppo
 
 
@@ -52,6 +56,25 @@ def test_a_stale_token_is_held_back_even_before_the_first_update(
   assert gradient(ppo, outputs, batch, ppo.Config()).tolist() == [0.0]
 
 
+def test_the_entropy_bonus_is_paid_for_action_tokens_only_if_asked(build):
+  outputs, batch = build([-1.0, -1.0], [-1.0, -1.0], [1.0, 1.0])
+  outputs = dataclasses.replace(outputs, entropy=jnp.array([[9.0, 0.5, 0.7]]))
+  config = ppo.Config(entropy_coefficient=0.1)
+  assert algorithms.requires(ppo, ppo.Config()) == frozenset()
+  assert algorithms.requires(ppo, config) == {"entropy"}
+  plain, _ = ppo.loss(outputs, batch, ppo.Config())
+  loss, metrics = ppo.loss(outputs, batch, config)
+  assert loss.total == pytest.approx(float(plain.total) - 0.12, rel=1e-6)
+  assert metrics["entropy"].mean(empty=0.0) == pytest.approx(0.6)
+
+  def total(entropy):
+    live = dataclasses.replace(outputs, entropy=entropy)
+    return ppo.loss(live, batch, config)[0].total
+
+  slopes = jax.grad(total)(outputs.entropy)
+  np.testing.assert_allclose(slopes, [[0.0, -0.1, -0.1]], rtol=1e-6)
+
+
 @pytest.mark.parametrize(
   ("field", "value", "allowed"),
   [
@@ -59,6 +82,7 @@ def test_a_stale_token_is_held_back_even_before_the_first_update(
     ("clip_high", -0.1, "> 0"),
     ("dual_clip", 1.0, "> 1 or None"),
     ("baseline", "critic", "leave_one_out"),
+    ("entropy_coefficient", -0.1, ">= 0"),
   ],
 )
 def test_the_config_names_field_value_and_what_is_allowed(

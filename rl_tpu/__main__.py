@@ -19,6 +19,7 @@ usage: python -m rl_tpu COMMAND --config=FILE[:ARG] [--config.FIELD=VALUE ...]
 commands:
   train     train, or go on from the newest checkpoint of the same run
   sft       only the supervised warm start that train begins with, cached
+  value     only the value pretraining after it (sao, vapo), cached
   evaluate  held-out accuracy of the newest checkpoint of a run
   report    draw a run's figure again: run.png in its directory
 
@@ -126,6 +127,13 @@ def _sft(config) -> dict[str, Any]:
   return {"batches": config.warm_start.batches, "cache": config.cache}
 
 
+def _value(config) -> dict[str, Any]:
+  from rl_tpu import train
+  from rl_tpu.view import View
+
+  return train.pretrain_value(config, View(0))
+
+
 def _evaluate(config) -> dict[str, Any]:
   from rl_tpu import train
   from rl_tpu.view import View
@@ -142,6 +150,7 @@ def _report(config) -> dict[str, Any]:
 COMMANDS: dict[str, Callable[[Any], dict[str, Any]]] = {
   "train": _train,
   "sft": _sft,
+  "value": _value,
   "evaluate": _evaluate,
   "report": _report,
 }

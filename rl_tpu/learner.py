@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from rl_tpu import algorithms, critic, ops, optimizer, sharding
+from rl_tpu import algorithms, critic, ops, optimizer, scoring, sharding
 from rl_tpu.models import transformer
 from rl_tpu.optimizer import NonFiniteError as NonFiniteError
 from rl_tpu.types import Batch, Estimate, PolicyOutputs
@@ -41,6 +41,10 @@ class Config(optimizer.Config):
   """Rows of one backward pass, >= 1; a multiple of data * fsdp."""
   row_length: int = 128
   """Tokens of a packed row, >= 2; no trajectory may be longer."""
+  logit_chunk: int = 128
+  """Most positions of each row whose logits live at once, >= 0; 0 is all of
+  them. Rows longer than that pass the output head once more (Score Centering:
+  128)."""
 
   def __post_init__(self):
     super().__post_init__()
@@ -48,6 +52,7 @@ class Config(optimizer.Config):
       ("minibatches", 1),
       ("microbatch_rows", 1),
       ("row_length", 2),
+      ("logit_chunk", 0),
     ):
       if getattr(self, name) < least:
         raise ValueError(
@@ -124,6 +129,7 @@ class Learner:
         critic_config or critic.Config(),
         mesh,
       )
+    self._reference: Any = None
     rows = sharding.named(mesh, None, None, "rows")
     self._score = jax.jit(self._score_batch, out_shardings=rows)
     self._credit = jax.jit(self._credit_batch, out_shardings=rows)
@@ -154,6 +160,10 @@ class Learner:
       values = self.critic.init(state.params, jax.random.key(seed))
     return State(params=state.params, optimizer=state.optimizer, critic=values)
 
+  def set_reference(self, params: Any) -> None:
+    """Keeps a copy of these weights as the reference policy of a KL term."""
+    self._reference = sharding.reshard(params, self.optimizer.shardings.params)
+
   def abstract_state(self) -> State:
     """Shapes, dtypes and shardings of a state, for restoring one."""
     policy = self.optimizer.abstract_state()
@@ -177,14 +187,19 @@ class Learner:
 
     Raises:
       NonFiniteError: too many updates in a row were skipped.
+      ValueError: a reference policy is needed and was not set.
     """
+    if "reference_logp" in self.requires and self._reference is None:
+      raise ValueError(
+        "the algorithm needs reference_logp; call set_reference first"
+      )
     pooled: dict[str, Estimate] = {}
     policy = optimizer.State(params=state.params, optimizer=state.optimizer)
     values = state.critic
     frozen = False
     with jax.set_mesh(self.mesh):
       arranged = self._arrange(batch)
-      outputs = self._score(policy.params, arranged)
+      outputs = self._score(policy.params, self._reference, arranged)
       if self.critic is not None:
         frozen = int(batch.version) < self.critic.config.only_batches
         values, arranged, outputs, pooled = self._learn_values(
@@ -207,7 +222,7 @@ class Learner:
     assert self.critic is not None, "the algorithm has no critic"
     with jax.set_mesh(self.mesh):
       arranged = self._arrange(batch)
-      outputs = self._score(state.params, arranged)
+      outputs = self._score(state.params, self._reference, arranged)
       values, _, _, pooled = self._learn_values(state.critic, arranged, outputs)
     state = dataclasses.replace(state, critic=values)
     return state, self._fetch(state, pooled)
@@ -215,7 +230,9 @@ class Learner:
   def logp(self, params: Any, batch: Batch) -> np.ndarray:
     """Log-probabilities of the batch's tokens under `params`, f32[R, T]."""
     with jax.set_mesh(self.mesh):
-      outputs = jax.jit(self._outputs)(params, batch)
+      outputs = jax.jit(self._outputs, static_argnums=2)(
+        params, batch, frozenset()
+      )
     return np.asarray(outputs.target_logp)
 
   def _arrange(self, batch: Batch) -> Batch:
@@ -239,22 +256,40 @@ class Learner:
     where = jax.tree.map(lambda x: by_rows if np.ndim(x) >= 4 else whole, batch)
     return jax.device_put(batch, where)
 
-  def _score_batch(self, params, arranged: Batch) -> PolicyOutputs:
-    """Outputs that are constant over the minibatches, [n, m, r, T, ...]."""
-    if "proximal_logp" in self.requires:
-      micro, count = _microbatches(arranged)
+  def _score_batch(self, params, reference, arranged: Batch) -> PolicyOutputs:
+    """Outputs that are constant over the minibatches, [n, m, r, T, ...].
 
-      def forward(index):
-        return self._outputs(params, micro(index)).target_logp
-
-      proximal = jax.lax.map(forward, jnp.arange(count))
-      proximal = proximal.reshape(arranged.tokens.shape)
-    else:
-      proximal = None
+    `reference` is None where no KL term needs it.
+    """
     # Before the first minibatch target and proximal are the same policy;
     # algorithms that do not require it see behavior in its place.
-    target = arranged.behavior_logp if proximal is None else proximal
-    return PolicyOutputs(target_logp=target, proximal_logp=proximal)
+    outputs = PolicyOutputs(target_logp=arranged.behavior_logp)
+    if self.requires & {"proximal_logp", "proximal_topk_logp"}:
+      topk = "proximal_topk_logp" in self.requires
+      required = frozenset({"target_topk_logp"} if topk else ())
+      proximal = self._forward(params, arranged, required)
+      outputs = PolicyOutputs(
+        target_logp=proximal.target_logp,
+        proximal_logp=proximal.target_logp,
+        proximal_topk_logp=proximal.target_topk_logp,
+      )
+    if reference is None:
+      return outputs
+    known = self._forward(reference, arranged, frozenset())
+    return dataclasses.replace(outputs, reference_logp=known.target_logp)
+
+  def _forward(
+    self, params, arranged: Batch, required: frozenset[str]
+  ) -> PolicyOutputs:
+    """A forward pass over all microbatches, [n, m, r, T, ...]."""
+    micro, count = _microbatches(arranged)
+    outputs = jax.lax.map(
+      lambda index: self._outputs(params, micro(index), required),
+      jnp.arange(count),
+    )
+    return jax.tree.map(
+      lambda x: x.reshape(*arranged.tokens.shape, *x.shape[3:]), outputs
+    )
 
   def _credit_batch(self, arranged: Batch, outputs: PolicyOutputs):
     """Advantages of the whole batch, [n, m, r, T]."""
@@ -311,15 +346,11 @@ class Learner:
     micro, count = _microbatches(arranged)
     return self.critic.step(values, micro, count)
 
-  def _outputs(self, params, batch: Batch) -> PolicyOutputs:
-    hidden = self.policy.hidden(
-      params, batch.tokens, batch.positions, batch.trajectory_ids
-    )
-    logits = self.policy.logits(params, hidden)
-    return PolicyOutputs(
-      target_logp=ops.token_logp(
-        logits, batch.tokens, batch.temperature, batch.trajectory_ids
-      )
+  def _outputs(
+    self, params, batch: Batch, required: frozenset[str]
+  ) -> PolicyOutputs:
+    return scoring.policy_outputs(
+      self.policy, params, batch, required, self.config.logit_chunk
     )
 
   def _update_minibatch(
@@ -333,8 +364,13 @@ class Learner:
 
     def loss(params, micro):
       batch, fixed = micro
-      live = self._outputs(params, batch)
-      outputs = dataclasses.replace(fixed, target_logp=live.target_logp)
+      live = self._outputs(params, batch, self.requires)
+      outputs = dataclasses.replace(
+        fixed,
+        target_logp=live.target_logp,
+        target_topk_logp=live.target_topk_logp,
+        entropy=live.entropy,
+      )
       return self.algorithm.loss(outputs, batch, self.algorithm_config)
 
     state, metrics, gradient = self.optimizer.step(

@@ -13,10 +13,13 @@ import pathlib
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import tensorboardX
+
+from rl_tpu.types import Group
 
 Row = dict[str, float]
 
@@ -158,3 +161,30 @@ def _write_atomically(path: pathlib.Path, text: str) -> None:
     file.flush()
     os.fsync(file.fileno())
   os.replace(partial, path)
+
+
+def describe(groups: Sequence[Group], version: int) -> dict[str, float]:
+  """Metrics of a batch trained at `version` that need no device."""
+  trajectories = [t for group in groups for t in group.trajectories]
+  stale = staleness_of_tokens(groups, version)
+  mixed = [len(set(t.token_version[t.action_mask])) > 1 for t in trajectories]
+  truncated = [t.stop_reason == "length" for t in trajectories]
+  return {
+    "reward": float(np.mean([t.outcome for t in trajectories])),
+    "action_tokens": float(len(stale)),
+    "truncated": float(np.mean(truncated)),
+    "staleness_mean": float(stale.mean()),
+    "staleness_max": float(stale.max()),
+    "mixed_version_trajectories": float(sum(mixed)),
+  }
+
+
+def staleness_of_tokens(groups: Sequence[Group], version: int) -> np.ndarray:
+  """Version less token version of every action token."""
+  return np.concatenate(
+    [
+      version - t.token_version[t.action_mask]
+      for group in groups
+      for t in group.trajectories
+    ]
+  )

@@ -22,17 +22,22 @@ from rl_tpu import (
   envs,
   evaluate,
   learner,
+  metrics,
   schedules,
   sft,
   sharding,
   staleness,
 )
-from rl_tpu.config import Choice, ConfigError
+from rl_tpu import critic as critics
+from rl_tpu.config import Choice, ConfigError, differences, to_json
 from rl_tpu.generation import driver as drivers
 from rl_tpu.generation import engine as engines
 from rl_tpu.models import tokenizer, transformer
 from rl_tpu.types import Sampling
 from rl_tpu.view import View
+
+_PLACES = ("directory", "cache")
+"""Fields that say where a run lives; a copy of it may live elsewhere."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,6 +100,8 @@ class Config:
   """Sizes of the generator."""
   devices: Devices = dataclasses.field(default_factory=Devices)
   """Meshes."""
+  critic: critics.Config = dataclasses.field(default_factory=critics.Config)
+  """Of algorithms that have a critic (sao, vapo); the others leave it alone."""
   warm_start: sft.Config
   """The supervised phase that the run starts from."""
   evaluation: evaluate.Config = dataclasses.field(
@@ -135,12 +142,26 @@ class Config:
         f"config.learner.row_length is {self.learner.row_length}; it must be "
         f">= config.engine.context_length, {self.engine.context_length}"
       )
+    self._check_head()
     try:
       self.directory.format(**dataclasses.asdict(self))
     except (KeyError, IndexError) as error:
       raise ConfigError(
         f"config.directory is {self.directory!r}; {error} is not a field"
       ) from error
+
+  def _check_head(self) -> None:
+    """The generator must keep the head that the loss centres on."""
+    module = algorithms.get(self.algorithm.name)
+    required = algorithms.requires(module, self.algorithm.config)
+    kept, wanted = self.engine.behavior_top_k, 0
+    if "target_topk_logp" in required:
+      wanted = self.algorithm.config.top_k or self.model.vocab_size
+    if kept != wanted:
+      raise ConfigError(
+        f"config.engine.behavior_top_k is {kept}; "
+        f"config.algorithm needs {wanted}"
+      )
 
   @property
   def run_directory(self) -> pathlib.Path:
@@ -302,6 +323,7 @@ def make_learner(config: Config, mesh: jax.sharding.Mesh) -> learner.Learner:
       config.algorithm.config,
       config.learner,
       mesh,
+      critic_config=config.critic,
     )
 
 
@@ -356,3 +378,35 @@ def sampling(config: Config, task: envs.Task) -> Sampling:
   """The config's, with the tokenizer's stop ids unless it names its own."""
   stop_ids = config.sampling.stop_ids or task.tokenizer.eos_ids
   return dataclasses.replace(config.sampling, stop_ids=stop_ids)
+
+
+def claim(config: Config) -> dict[str, Any] | None:
+  """Checks that the directory is free for this config; writes nothing.
+
+  Returns:
+    The summary if the run is complete.
+
+  Raises:
+    ConfigError: the directory belongs to a run of another config.
+  """
+  directory = config.run_directory
+  path = directory / "config.json"
+  if path.exists():
+    saved, asked = metrics.read_json(path), to_json(config)
+    here = {name: asked[name] for name in _PLACES}
+    lines = differences(saved | here, asked)
+    if lines:
+      raise ConfigError(
+        f"{directory} holds a run of another config; choose another "
+        "config.directory or remove it.\n" + "\n".join(lines)
+      )
+  summary = directory / "summary.json"
+  return metrics.read_json(summary) if summary.exists() else None
+
+
+def record(config: Config) -> None:
+  """Writes what the run is into its directory."""
+  directory = config.run_directory
+  directory.mkdir(parents=True, exist_ok=True)
+  metrics.write_json(directory / "config.json", to_json(config))
+  metrics.write_json(directory / "environment.json", metrics.environment())

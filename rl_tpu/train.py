@@ -11,6 +11,7 @@ one directory; the same command goes on from its newest checkpoint.
 """
 
 import contextlib
+import math
 import signal
 import threading
 import time
@@ -26,15 +27,13 @@ from rl_tpu import (
   metrics,
   packing,
   parts,
+  pretraining,
   schedules,
   weights,
 )
-from rl_tpu.config import ConfigError, differences, to_json
+from rl_tpu.config import ConfigError
 from rl_tpu.types import Batch, Group, VersionedParams
 from rl_tpu.view import View
-
-_PLACES = ("directory", "cache")
-"""Fields that say where a run lives; a copy of it may live elsewhere."""
 
 
 class Stopped(Exception):
@@ -59,15 +58,16 @@ def run(config: parts.Config, view: View) -> dict[str, Any]:
     Stopped: SIGINT or SIGTERM came; a checkpoint was written.
     Exception: a part failed; its error, after everything was shut down.
   """
-  summary = claim(config)
+  summary = parts.claim(config)
   if summary is not None:
     view.note(f"{config.run_directory} is complete; remove it to train again")
     return summary
   with contextlib.ExitStack() as stack:
     this = _Run(config, view, stack)
-    record(config)
+    parts.record(config)
     if not this.restore():
       this.begin()
+    this.refer()
     this.open_log()
     this.serve()
     stack.enter_context(view.open())
@@ -86,7 +86,7 @@ def run(config: parts.Config, view: View) -> dict[str, Any]:
       this.version += 1
       this.schedule.publish(this.versioned())
       ended = time.monotonic()
-      row = describe(groups, this.version - 1) | trained
+      row = metrics.describe(groups, this.version - 1) | trained
       this.log_batch(groups, row, began, taken, ended)
       if this.due(config.evaluation.every):
         this.start_evaluation()
@@ -101,65 +101,6 @@ def run(config: parts.Config, view: View) -> dict[str, Any]:
     summary = this.summary()
   metrics.write_json(config.run_directory / "summary.json", summary)
   return summary
-
-
-def claim(config: parts.Config) -> dict[str, Any] | None:
-  """Checks that the directory is free for this config; writes nothing.
-
-  Returns:
-    The summary if the run is complete.
-
-  Raises:
-    ConfigError: the directory belongs to a run of another config.
-  """
-  directory = config.run_directory
-  path = directory / "config.json"
-  if path.exists():
-    saved, asked = metrics.read_json(path), to_json(config)
-    here = {name: asked[name] for name in _PLACES}
-    lines = differences(saved | here, asked)
-    if lines:
-      raise ConfigError(
-        f"{directory} holds a run of another config; choose another "
-        "config.directory or remove it.\n" + "\n".join(lines)
-      )
-  summary = directory / "summary.json"
-  return metrics.read_json(summary) if summary.exists() else None
-
-
-def record(config: parts.Config) -> None:
-  """Writes what the run is into its directory."""
-  directory = config.run_directory
-  directory.mkdir(parents=True, exist_ok=True)
-  metrics.write_json(directory / "config.json", to_json(config))
-  metrics.write_json(directory / "environment.json", metrics.environment())
-
-
-def describe(groups: Sequence[Group], version: int) -> dict[str, float]:
-  """Metrics of a batch trained at `version` that need no device."""
-  trajectories = [t for group in groups for t in group.trajectories]
-  stale = staleness_of_tokens(groups, version)
-  mixed = [len(set(t.token_version[t.action_mask])) > 1 for t in trajectories]
-  truncated = [t.stop_reason == "length" for t in trajectories]
-  return {
-    "reward": float(np.mean([t.outcome for t in trajectories])),
-    "action_tokens": float(len(stale)),
-    "truncated": float(np.mean(truncated)),
-    "staleness_mean": float(stale.mean()),
-    "staleness_max": float(stale.max()),
-    "mixed_version_trajectories": float(sum(mixed)),
-  }
-
-
-def staleness_of_tokens(groups: Sequence[Group], version: int) -> np.ndarray:
-  """Version less token version of every action token."""
-  return np.concatenate(
-    [
-      version - t.token_version[t.action_mask]
-      for group in groups
-      for t in group.trajectories
-    ]
-  )
 
 
 class _Run:
@@ -205,13 +146,43 @@ class _Run:
     self.actor.restore(restored.meta["actor"] | {"groups": groups})
     return True
 
-  def begin(self) -> None:
-    """Starts at version 0, from the weights of the warm start."""
+  def begin(self) -> dict[str, float]:
+    """Starts at version 0, from the weights of the warm start.
+
+    Returns:
+      The explained variance that value pretraining reached, if it ran.
+    """
     params = parts.start_params(
       self.config, self.task, self._rows, self._trainer_mesh, self.view
     )
-    self.state = self.learner.init(params)
+    self.state = self.learner.init(params, self.config.seed)
+    critic = self.learner.critic
+    reached: dict[str, float] = {}
+    if critic is not None and critic.config.pretraining_batches:
+      self.state, reached = pretraining.pretrain(
+        self.config,
+        self.learner,
+        self.state,
+        task=self.task,
+        rows=self._rows,
+        generator_mesh=self._generator_mesh,
+        view=self.view,
+      )
     self.version, self.seconds, self.waited = 0, 0.0, 0.0
+    return {
+      name: value
+      for name, value in reached.items()
+      if name == "explained_variance" and math.isfinite(value)
+    }
+
+  def refer(self) -> None:
+    """The reference policy of a KL term is the one that the run began with."""
+    if "reference_logp" in self.learner.requires:
+      self.learner.set_reference(
+        parts.start_params(
+          self.config, self.task, self._rows, self._trainer_mesh, self.view
+        )
+      )
 
   def open_log(self) -> None:
     """Opens the log, cut back to this version; 0 begins it anew."""
@@ -347,7 +318,7 @@ class _Run:
     self._generated = generated
     self.log.write(self.version, row)
     stale, tokens = np.unique(
-      staleness_of_tokens(groups, self.version - 1), return_counts=True
+      metrics.staleness_of_tokens(groups, self.version - 1), return_counts=True
     )
     self.log.record(
       "batches",
@@ -450,3 +421,25 @@ def evaluate_newest(config: parts.Config, view: View) -> dict[str, Any]:
       raise ConfigError(f"{directory} holds no checkpoint to evaluate")
     this.serve()
     return {"batch": this.version, **this.evaluate()}
+
+
+def pretrain_value(config: parts.Config, view: View) -> dict[str, Any]:
+  """Pretrains the critic, or finds that it was; trains nothing else.
+
+  Returns:
+    `batches`, and `explained_variance` of the last one unless it was cached.
+
+  Raises:
+    ConfigError: the algorithm has no critic, or no batches are asked for.
+  """
+  critic = parts.make_learner(config, parts.meshes(config)[0]).critic
+  if critic is None or not critic.config.pretraining_batches:
+    raise ConfigError(
+      "config.critic.pretraining_batches is "
+      f"{config.critic.pretraining_batches} with algorithm "
+      f"{config.algorithm.name}; value pretraining needs >= 1 and a critic"
+    )
+  with contextlib.ExitStack() as stack:
+    this = _Run(config, view, stack)
+    metrics = this.begin()
+  return {"batches": critic.config.pretraining_batches, **metrics}

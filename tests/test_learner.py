@@ -236,3 +236,17 @@ def test_what_does_not_fit_is_refused_by_name():
   it, state = make(dataclasses.replace(SETTINGS, microbatch_rows=32))
   with pytest.raises(ValueError, match=r"32 rows.*= 64"):
     it.train(state, make_batch())
+
+
+def test_the_reference_stays_where_it_was_while_the_policy_moves():
+  settings = dataclasses.replace(SETTINGS, minibatches=1)
+  it, state = make(settings, "grpo", kl_coefficient=0.1)
+  batch = make_batch(settings)
+  with pytest.raises(ValueError, match="call set_reference first"):
+    it.train(state, batch)
+  it.set_reference(state.params)
+  state, first = it.train(state, batch)
+  state, second = it.train(state, batch)
+  kl = next(name for name in first if "reference" in name)
+  assert first[kl] == pytest.approx(0.0, abs=1e-6)
+  assert second[kl] > 1e-5

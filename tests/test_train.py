@@ -50,6 +50,17 @@ class Quiet(View):
       raise ZeroDivisionError("a crash that the test asked for")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def odd_first():
+  """Rewards that a random policy earns at times, so that it learns."""
+  module = envs.get("reasoning_gym")
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(
+      module.Task, "environment", lambda task, p: tiny_run.OddFirst(p)
+    )
+    yield
+
+
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
   return tmp_path_factory.mktemp("runs")
@@ -199,8 +210,7 @@ def test_an_environment_that_always_fails_ends_the_run(
   async def step(self, action, stop_reason):
     raise OSError("the judge is out")
 
-  module = envs.get("reasoning_gym")
-  monkeypatch.setattr(module.SingleTurn, "step", step)
+  monkeypatch.setattr(tiny_run.OddFirst, "step", step)
   config = tiny_run.get_config(fresh(base), schedule=schedule, batches=8)
   with pytest.raises(Exception, match="the judge is out"):
     train.run(config, Quiet())
@@ -451,8 +461,7 @@ def test_an_environment_that_blocks_its_thread_cannot_hold_up_an_error(
   async def nothing(*arguments, **settings):
     return {"heldout_accuracy": 0.0, "heldout_greedy": 0.0, "heldout_failed": 0}
 
-  module = envs.get("reasoning_gym")
-  monkeypatch.setattr(module.SingleTurn, "step", block)
+  monkeypatch.setattr(tiny_run.OddFirst, "step", block)
   monkeypatch.setattr(buffer.Buffer, "take", take)
   monkeypatch.setattr(evaluate, "evaluate", nothing)
   monkeypatch.setattr(schedules, "_LEAVE_SECONDS", 0.1)

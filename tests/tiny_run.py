@@ -3,14 +3,31 @@
 import dataclasses
 import pathlib
 
+import numpy as np
+
 from rl_tpu import algorithms, envs, evaluate, learner, parts, sft
 from rl_tpu.config import Choice
+from rl_tpu.envs import Step
 from rl_tpu.generation import engine
 from rl_tpu.models import transformer
-from rl_tpu.types import Sampling
+from rl_tpu.types import Prompt, Sampling, StopReason
 
 GROUPS = 4
 SIZE = 4
+
+
+class OddFirst:
+  """An environment whose reward a random policy earns half of the time."""
+
+  def __init__(self, prompt: Prompt):
+    self.prompt = prompt
+
+  async def reset(self) -> np.ndarray:
+    return self.prompt.tokens
+
+  async def step(self, action: np.ndarray, stop_reason: StopReason) -> Step:
+    nothing = np.zeros(0, np.int32)
+    return Step(observation=nothing, reward=float(action[0] % 2), end=True)
 
 
 def get_config(below: pathlib.Path, **changes) -> parts.Config:

@@ -352,7 +352,11 @@ def make_actor(
   driver: drivers.GenerationDriver,
   groups: buffer.Buffer,
 ) -> actors.Actor:
-  """The actor, not started."""
+  """The actor, not started.
+
+  An algorithm that defines `keep(group)` (dapo's dynamic sampling) decides
+  which groups are trained; the others give their place back.
+  """
   return actors.Actor(
     actors.Config(
       sampling=sampling(config, task),
@@ -371,6 +375,7 @@ def make_actor(
       max_running=config.max_running_groups,
     ),
     buffer=groups,
+    keep=getattr(algorithms.get(config.algorithm.name), "keep", None),
   )
 
 

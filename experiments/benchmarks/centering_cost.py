@@ -1,6 +1,6 @@
 """What does centering by the sampler's head cost an update?
 
-    python experiments/benchmarks/centering_cost.py
+    python -m experiments.benchmarks.centering_cost
 
 Times whole updates (`Learner.train`) of `score_centering` with and without
 centering: same weights, same batch, taking turns, after two updates each for

@@ -9,8 +9,16 @@ configuration), a frozen `Config` that validates itself, and
 
 `advantages` is called once, on the whole batch. `loss` may be called on any
 subset of its rows: totals and counts of the subsets add up. A loss's total is
-a sum over action tokens and its count their number. A new algorithm is a new
-file, its test and a config; nothing here changes.
+a sum over action tokens and its count their number. With a critic a file also
+defines
+
+    returns(batch, outputs, config) -> [R,T], what the critic learns
+    value_loss(outputs, batch, config) -> (Estimate, dict[str, Estimate])
+
+and its Config has `critic_updates`, `freeze` and `values`. A file may define
+`keep(group) -> bool`: what it refuses is never trained, and another prompt
+takes its place. A new algorithm is a new file, its test and a config; nothing
+here changes.
 """
 
 import importlib

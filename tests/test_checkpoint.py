@@ -95,7 +95,8 @@ def headed(one, size):
   first, *rest = one.trajectories
   trajectories = [first]
   for t in rest:
-    ids = np.arange(len(t) * size, dtype=np.int32).reshape(-1, size) - 1
+    ids = np.arange(len(t) * size, dtype=np.int32).reshape(-1, size)
+    ids += t.prompt_id - 4
     logp = np.where(t.action_mask[:, None], -ids / 3, -np.inf)
     trajectories.append(
       dataclasses.replace(

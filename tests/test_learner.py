@@ -147,6 +147,52 @@ def test_the_proximal_policy_is_that_before_the_first_minibatch():
   assert seen[2] > 1e-3  # the second minibatch is off the proximal policy
 
 
+@pytest.mark.parametrize(
+  "shape", [sharding.MeshShape(), sharding.MeshShape(fsdp=2, tensor=2)]
+)
+def test_the_head_is_scored_under_target_and_proximal_beside_its_tokens(shape):
+  def loss(outputs, batch, config):
+    mask = batch.action_mask
+
+    def largest(x, y):
+      gap = jnp.where(mask, jnp.abs(x - y), 0).max()
+      return Estimate(total=gap, count=jnp.ones(()))
+
+    target, proximal = outputs.target_topk_logp, outputs.proximal_topk_logp
+    metrics = {
+      # Slot 0 holds the token taken, so that any misplacement shows.
+      "target": largest(target[..., 0], outputs.target_logp),
+      "proximal": largest(proximal[..., 0], outputs.proximal_logp),
+      "moved": largest(target[..., 1], proximal[..., 1]),
+      "entropy": largest(outputs.entropy, 0),
+    }
+    count = mask.sum().astype(jnp.float32)
+    total = jnp.where(mask, outputs.target_logp, 0).sum()
+    return Estimate(total=-total, count=count), metrics
+
+  module = SimpleNamespace(
+    REQUIRES=frozenset(
+      {"target_topk_logp", "proximal_logp", "proximal_topk_logp", "entropy"}
+    ),
+    advantages=lambda batch, outputs, config: batch.rewards,
+    loss=loss,
+  )
+  settings = dataclasses.replace(SETTINGS, logit_chunk=5)
+  batch = make_batch(settings)
+  ids = np.stack([batch.tokens, (batch.tokens + 7) % 32], axis=-1)
+  logp = np.full(ids.shape, -4.0, np.float32)
+  batch = dataclasses.replace(
+    batch, behavior_topk_ids=ids, behavior_topk_logp=logp
+  )
+  mesh = sharding.make_mesh(shape, jax.devices())
+  it = learner.Learner(POLICY, module, None, settings, mesh)
+  state = it.init(POLICY.init(jax.random.key(0)))
+  _, metrics = it.train(state, batch)
+  assert metrics["target"] < 1e-5 and metrics["proximal"] < 1e-5
+  assert metrics["moved"] > 1e-3  # in the second minibatch
+  assert 0 < metrics["entropy"] <= np.log(32)
+
+
 def test_with_one_minibatch_the_ratio_is_one_and_nothing_is_clipped():
   it, state = make(dataclasses.replace(SETTINGS, minibatches=1))
   _, metrics = it.train(state, make_batch())

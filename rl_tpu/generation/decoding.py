@@ -275,11 +275,7 @@ def decode(
     logp as bits [n], the heads' tokens [n, H] and logp as bits [n, H], and how
     the slot stands [1].
   """
-  floats = jax.lax.bitcast_convert_type(state.rows[:, _FLOATS], jnp.float32)
-  temperature, top_p, min_p = floats.T
-  settings = sampling.Settings(
-    temperature=temperature, top_k=state.rows[:, 3], top_p=top_p, min_p=min_p
-  )
+  settings = _settings(state.rows)
   identity = state.rows[:, _IDENTITY].astype(jnp.uint32)
   sampling_keys = sampling.identity_keys(*identity.T)
   stop_ids = state.rows[:, _STOP_IDS:]
@@ -322,6 +318,14 @@ def decode(
   cursor = jnp.stack([last, positions, budget], axis=1)
   rows = state.rows.at[:, _CURSOR].set(cursor)
   return DecodeState(keys=keys, values=values, rows=rows), packed
+
+
+def _settings(rows: Int[Array, "S W"]) -> sampling.Settings:
+  floats = jax.lax.bitcast_convert_type(rows[:, _FLOATS], jnp.float32)
+  temperature, top_p, min_p = floats.T
+  return sampling.Settings(
+    temperature=temperature, top_k=rows[:, 3], top_p=top_p, min_p=min_p
+  )
 
 
 def _head_columns(

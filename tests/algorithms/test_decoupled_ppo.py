@@ -324,6 +324,16 @@ def test_a_centered_constant_advantage_moves_nothing_in_expectation(
   assert np.abs(slopes(False)).max() > 1e-3
 
 
+def test_a_clipped_token_sends_no_score_to_the_logits(one_prefix):
+  """target/proximal is 1.5, clipped, and 0.5; the weight is 1."""
+  target, proximal = jnp.log(jnp.array([[0.75, 0.25], [0.5, 0.5]]))
+  outputs, batch = one_prefix(target, proximal, jnp.ones(2), [0, 1], proximal)
+  _, metrics = decoupled_ppo.loss(outputs, batch, Config(centering=True))
+  # 2 A w u (1 - p) of the second token alone.
+  expected = 2 * 0.5 * 0.75 / 2
+  assert means(metrics)["score_gradient"] == pytest.approx(expected, rel=1e-5)
+
+
 def test_where_no_cap_and_no_clip_binds_centering_adds_nothing(logit_gradient):
   """The first minibatch with mild staleness: p = o, an exact weight."""
   behavior = jnp.log(jnp.array(BEHAVIOR))

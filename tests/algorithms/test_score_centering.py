@@ -263,6 +263,17 @@ def test_the_metrics_say_how_far_the_head_reaches(one_prefix):
   assert metrics["head_kl"] == pytest.approx(kl, abs=1e-6)
 
 
+def test_the_metrics_say_what_the_correction_did(one_prefix):
+  """Ratios 6 and twice 0.44; a band from 0.4 to 5 masks the first."""
+  target, behavior = jnp.log(jnp.array([[0.6, 0.2, 0.2], [0.1, 0.45, 0.45]]))
+  outputs, batch = one_prefix(target, behavior, jnp.ones(3), [0, 1])
+  config = Config(correction="mask", low=0.4)
+  metrics = means(score_centering.loss(outputs, batch, config)[1])
+  assert metrics["weight_masked"] == pytest.approx(1 / 3)
+  assert metrics["weight"] == pytest.approx(2 * 4 / 9 / 3, rel=1e-5)
+  assert metrics["ratio"] == pytest.approx((6 + 2 * 4 / 9) / 3, rel=1e-5)
+
+
 def distance(p, q):
   """KL(p || q) over the last axis."""
   return jnp.sum(p * (jnp.log(p) - jnp.log(q)), axis=-1)

@@ -11,6 +11,7 @@ and the module found has a dataclass `Config`.
 """
 
 import dataclasses
+import hashlib
 import json
 import types
 import typing
@@ -156,6 +157,12 @@ def _choice(find, value: Any, path: str) -> Choice:
   except ValueError as error:
     raise ConfigError(f"{path}.name: {error}") from error
   return Choice(name=value["name"], config=build(module.Config, settings, path))
+
+
+def digest(described: Any) -> str:
+  """A name for plain values: equal values, equal name, in every process."""
+  text = json.dumps(described, sort_keys=True)
+  return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def differences(saved: Mapping, current: Mapping, path: str = "config"):

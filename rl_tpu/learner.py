@@ -227,14 +227,6 @@ class Learner:
     state = dataclasses.replace(state, critic=values)
     return state, self._fetch(state, pooled)
 
-  def logp(self, params: Any, batch: Batch) -> np.ndarray:
-    """Log-probabilities of the batch's tokens under `params`, f32[R, T]."""
-    with jax.set_mesh(self.mesh):
-      outputs = jax.jit(self._outputs, static_argnums=2)(
-        params, batch, frozenset()
-      )
-    return np.asarray(outputs.target_logp)
-
   def _arrange(self, batch: Batch) -> Batch:
     """Deals rows to minibatches in turn and puts them on the mesh."""
     n, r = self.config.minibatches, self.config.microbatch_rows

@@ -123,13 +123,7 @@ class Optimizer:
 
   def abstract_state(self) -> State:
     """Shapes, dtypes and shardings of a state, for restoring one."""
-    return jax.tree.map(
-      lambda leaf, where: jax.ShapeDtypeStruct(
-        leaf.shape, leaf.dtype, sharding=where
-      ),
-      self.abstract,
-      self.shardings,
-    )
+    return sharding.placed(self.abstract, self.shardings)
 
   def init(self, params: Any) -> State:
     """A fresh state around a copy of these weights."""

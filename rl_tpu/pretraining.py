@@ -8,8 +8,6 @@ alone and is kept under its hash, so runs share it.
 """
 
 import dataclasses
-import hashlib
-import json
 import pathlib
 from typing import Any
 
@@ -17,7 +15,7 @@ import jax
 
 from rl_tpu import checkpoint, data, envs, learner, packing, parts, schedules
 from rl_tpu import weights as publishing
-from rl_tpu.config import to_json
+from rl_tpu.config import digest, to_json
 from rl_tpu.view import View
 
 _SEED = 2**30
@@ -129,5 +127,4 @@ def _digest(config: parts.Config) -> str:
   described: dict[str, Any] = to_json(config)
   for name in _ELSEWHERE:
     del described[name]
-  text = json.dumps(described, sort_keys=True)
-  return hashlib.sha256(text.encode()).hexdigest()[:16]
+  return digest(described)

@@ -12,8 +12,6 @@ under their hash, so runs share it.
 """
 
 import dataclasses
-import hashlib
-import json
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -22,8 +20,16 @@ import jax
 import numpy as np
 import optax
 
-from rl_tpu import algorithms, checkpoint, data, envs, learner, packing
-from rl_tpu.config import ConfigError
+from rl_tpu import (
+  algorithms,
+  checkpoint,
+  data,
+  envs,
+  learner,
+  packing,
+  sharding,
+)
+from rl_tpu.config import ConfigError, digest
 from rl_tpu.models import transformer
 from rl_tpu.types import Trajectory
 
@@ -99,13 +105,7 @@ def warm_start(
   where = cache / _digest(config, policy, task, seed)
   if where.exists():
     note(f"warm start: taken from {where}")
-    abstract = jax.tree.map(
-      lambda leaf, place: jax.ShapeDtypeStruct(
-        leaf.shape, leaf.dtype, sharding=place
-      ),
-      policy.abstract_params(),
-      shardings,
-    )
+    abstract = sharding.placed(policy.abstract_params(), shardings)
     return checkpoint.restore_params(where, abstract)
   init = jax.jit(policy.init, out_shardings=shardings)
   params = init(jax.random.key(seed))
@@ -220,12 +220,12 @@ def _shown(index: int, prompt: np.ndarray, answer: np.ndarray) -> Trajectory:
 
 def _digest(config, policy, task: envs.Task, seed: int) -> str:
   """Names the result by all that it depends on."""
-  described = [
-    dataclasses.asdict(config),
-    dataclasses.asdict(policy.config),
-    task.name,
-    task.fingerprint,
-    seed,
-  ]
-  text = json.dumps(described, sort_keys=True)
-  return hashlib.sha256(text.encode()).hexdigest()[:16]
+  return digest(
+    [
+      dataclasses.asdict(config),
+      dataclasses.asdict(policy.config),
+      task.name,
+      task.fingerprint,
+      seed,
+    ]
+  )

@@ -108,6 +108,17 @@ def tree_shardings(mesh: Mesh, abstract: Any, axes: Any) -> Any:
   return jax.tree_util.tree_map_with_path(one, abstract, axes)
 
 
+def placed(abstract: Any, shardings: Any) -> Any:
+  """Shapes and dtypes of a tree of arrays together with where they live."""
+  return jax.tree.map(
+    lambda leaf, where: jax.ShapeDtypeStruct(
+      leaf.shape, leaf.dtype, sharding=where
+    ),
+    abstract,
+    shardings,
+  )
+
+
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
   """Asks the compiler for this layout, if a mesh is in force."""
   if jax.sharding.get_abstract_mesh().empty:

@@ -153,7 +153,7 @@ def loss(
   log_weight = ops.log_ratio(proximal_logp, behavior_logp, mask)
   kl = ops.estimate(-log_weight, mask)
   if config.behavior_weight_level == "sequence":
-    log_weight = _trajectory_mean(log_weight, batch)
+    log_weight = ops.action_mean(log_weight, batch)
   weight = _behavior_weight(log_weight, mask, config)
   ratio = ops.ratio(ops.log_ratio(outputs.target_logp, proximal_logp, mask))
   surrogate, clipped = _surrogate(ratio, advantage, config)
@@ -163,7 +163,7 @@ def loss(
     "clip_fraction": ops.estimate(clipped, mask),
     "behavior_weight": ops.estimate(weight, mask),
     "behavior_weight_masked": ops.estimate(weight == 0, mask),
-    "trajectories_masked": _trajectories_masked(weight, batch),
+    "trajectories_masked": ops.masked_trajectories(weight > 0, batch),
     "behavior_proximal_kl": kl,
     **ops.behavior_metrics(outputs, batch),
   }
@@ -226,25 +226,6 @@ def _surrogate(
   return ops.clipped_surrogate(
     ratio, advantage, config.clip_low, config.clip_high, config.dual_clip
   )
-
-
-def _trajectory_mean(
-  x: Float[Array, "R T"], batch: Batch
-) -> Float[Array, "R T"]:
-  """The mean of `x` over its trajectory's action tokens, at each of them."""
-  ids, num = batch.trajectory_ids, batch.group_ids.shape[0]
-  total = ops.trajectory_sum(x, ids, num)
-  count = ops.trajectory_sum(batch.action_mask.astype(x.dtype), ids, num)
-  return ops.per_token(ops.divide_or_zero(total, count), ids)
-
-
-def _trajectories_masked(weight: Float[Array, "R T"], batch: Batch) -> Estimate:
-  """Share of the trajectories of which no token is left."""
-  ids, num = batch.trajectory_ids, batch.group_ids.shape[0]
-  kept = (weight > 0).astype(weight.dtype)
-  size = batch.action_mask.astype(weight.dtype)
-  some = ops.trajectory_sum(size, ids, num) > 0
-  return ops.estimate(ops.trajectory_sum(kept, ids, num) == 0, some)
 
 
 def _proximal_logp(

@@ -59,9 +59,9 @@ def make_batch(seed: int = 0) -> tuple[Batch, dict[str, jax.Array]]:
     # Of the members one to three are right, so that no group is without signal.
     reward = 1.0 if member <= group % (MEMBERS - 1) else -1.0
     trajectories.append(_sample(generator, behavior, group, member, reward))
-  batch = jax.tree.map(
-    jnp.asarray, pack(trajectories, row_length=32, version=3)
-  )
+  earlier = np.zeros(len(trajectories))  # As many were right as were wrong.
+  batch = pack(trajectories, row_length=32, version=3, baselines=earlier)
+  batch = jax.tree.map(jnp.asarray, batch)
   laid_out = {}
   for name in tables[0]:
     array = np.zeros((*batch.tokens.shape, *tables[0][name].shape[1:]))

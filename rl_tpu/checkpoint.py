@@ -2,7 +2,7 @@
 
 A version holds everything a run resumes from, taken at one moment:
   state  parameters and optimizer, sharded arrays
-  host   the buffer's trajectories as flat arrays
+  host   the buffer's trajectories and the history as flat arrays
   meta   version, data cursor, unfinished and dropped prompts, counters (JSON)
 There are no generator states to save: every random draw is keyed by the seed
 in the config and by what it is drawn for.

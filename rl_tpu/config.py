@@ -35,7 +35,7 @@ class Choice:
 
 
 def to_config_dict(instance: Any) -> ml_collections.ConfigDict:
-  """A ConfigDict with every field of a dataclass instance."""
+  """A ConfigDict with every field of a dataclass instance, or of a Choice."""
   return ml_collections.ConfigDict(_plain(instance, placeholders=True))
 
 
@@ -45,13 +45,13 @@ def to_json(instance: Any) -> dict[str, Any]:
 
 
 def _plain(instance: Any, placeholders: bool) -> dict[str, Any]:
+  if isinstance(instance, Choice):
+    return {"name": instance.name, **_plain(instance.config, placeholders)}
   hints = typing.get_type_hints(type(instance))
   plain = {}
   for field in dataclasses.fields(instance):
     value = getattr(instance, field.name)
-    if isinstance(value, Choice):
-      value = {"name": value.name, **_plain(value.config, placeholders)}
-    elif dataclasses.is_dataclass(value):
+    if dataclasses.is_dataclass(value):
       value = _plain(value, placeholders)
     elif isinstance(value, Mapping):
       value = dict(value)

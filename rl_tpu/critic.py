@@ -3,7 +3,9 @@
 SAO (arXiv:2607.07508, section 3.3) updates it K times for each policy update,
 at a higher rate, with its attention frozen: gradients of a value loss are large
 there and unstable. The loss, the returns and K are the algorithm's
-(`value_loss`, `returns`, `critic_updates`, `freeze`); everything else is here.
+(`value_loss`, `returns`, `critic_updates`, `freeze`), and so is what the value
+head gives: the bins of its config's `value_support`, or one number where that
+is None or missing. Everything else is here.
 
 One update is one optimizer step on the whole batch, in the learner's
 microbatches.
@@ -67,7 +69,9 @@ class Critic:
     Raises:
       ValueError: weights do not divide over the mesh.
     """
-    self.model = ValueModel(policy)
+    self.model = ValueModel(
+      policy, getattr(algorithm_config, "value_support", None)
+    )
     self.config = config
     self.updates: int = algorithm_config.critic_updates
     self._algorithm = algorithm
@@ -105,8 +109,10 @@ class Critic:
     """
 
     def loss(params, batch: Batch):
-      live = self.model.values(params, batch)
-      outputs = PolicyOutputs(target_logp=batch.behavior_logp, values=live)
+      values, logits = self.model.predict(params, batch)
+      outputs = PolicyOutputs(
+        target_logp=batch.behavior_logp, values=values, value_logits=logits
+      )
       return self._algorithm.value_loss(outputs, batch, self._algorithm_config)
 
     state, metrics, gradient = self.optimizer.step(

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float
 
 from rl_tpu.types import Batch, Trajectory
 
@@ -44,6 +45,7 @@ def pack(
   rows_multiple: int = 1,
   minibatches: int = 1,
   shuffle_seed: int | None = None,
+  baselines: Float[np.ndarray, " N"] | None = None,
 ) -> Batch:
   """Packs trajectories into rows of `row_length` tokens; arrays are NumPy.
 
@@ -60,11 +62,13 @@ def pack(
       times microbatches, say.
     minibatches: how many the rows will be dealt to; divides rows_multiple.
     shuffle_seed: deals trajectories and rows at random; None: in order.
+    baselines: what each trajectory's outcome is compared with, in their order;
+      NaN where nothing is known. None: the batch has none.
 
   Raises:
     ValueError: if there is no trajectory, one is longer than a row, sampled
       greedily, or rewarded off its action tokens; or if their samplers' heads
-      differ in size.
+      differ in size, or baselines in number.
   """
   if not trajectories:
     raise ValueError("pack got no trajectories; it needs at least one")
@@ -85,7 +89,8 @@ def pack(
   count = rows_multiple * bucket(-(-len(rows) // rows_multiple))
   head_size = _head_size(trajectories)
   fields = _fill(trajectories, rows, (count, row_length), head_size)
-  return Batch(**fields, **_per_trajectory(trajectories), version=_i32(version))
+  fields |= _per_trajectory(trajectories, baselines)
+  return Batch(**fields, version=_i32(version))
 
 
 def bucket(count: int) -> int:
@@ -205,7 +210,10 @@ def _fill(
   return arrays
 
 
-def _per_trajectory(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
+def _per_trajectory(
+  trajectories: Sequence[Trajectory],
+  baselines: Float[np.ndarray, " N"] | None,
+) -> dict[str, Any]:
   size = bucket(len(trajectories))
   truncated = np.zeros(size, np.bool_)
   group_ids = np.full(size, -1, np.int32)
@@ -213,7 +221,17 @@ def _per_trajectory(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
   for n, trajectory in enumerate(trajectories):
     truncated[n] = trajectory.stop_reason == "length"
     group_ids[n] = numbers.setdefault(trajectory.group_id, len(numbers))
-  return {"truncated": truncated, "group_ids": group_ids}
+  fields = {"truncated": truncated, "group_ids": group_ids}
+  if baselines is not None:
+    if len(baselines) != len(trajectories):
+      raise ValueError(
+        f"baselines has {len(baselines)} entries; it must have one for each of "
+        f"the {len(trajectories)} trajectories"
+      )
+    padded = np.full(size, np.nan, np.float32)
+    padded[: len(baselines)] = baselines
+    fields["baselines"] = padded
+  return fields
 
 
 def _i32(number: int) -> Any:

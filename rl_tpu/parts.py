@@ -21,6 +21,7 @@ from rl_tpu import (
   data,
   envs,
   evaluate,
+  history,
   learner,
   metrics,
   schedules,
@@ -334,6 +335,15 @@ def make_buffer(config: Config) -> buffer.Buffer:
     max_staleness=config.staleness_limit,
     on_stale=config.on_stale,
   )
+
+
+def make_history(config: Config) -> history.History | None:
+  """An empty history for algorithms that require its baselines."""
+  loss = config.algorithm.config
+  required = algorithms.requires(algorithms.get(config.algorithm.name), loss)
+  if "baselines" not in required:
+    return None
+  return history.History(scope=loss.scope, window=loss.history_window)
 
 
 def prompt_stream(

@@ -114,6 +114,7 @@ class _Run:
     self._trainer_mesh, self._generator_mesh = parts.meshes(config)
     self.learner = parts.make_learner(config, self._trainer_mesh)
     self._buffer = parts.make_buffer(config)
+    self._history = parts.make_history(config)
     self.driver = parts.make_driver(
       config, self._generator_mesh, self._buffer.fail
     )
@@ -144,6 +145,8 @@ class _Run:
     self.waited = restored.meta["waited"]
     groups = checkpoint.unpack_groups(restored.host, restored.meta["groups"])
     self.actor.restore(restored.meta["actor"] | {"groups": groups})
+    if self._history:
+      self._history.restore(restored.host)
     return True
 
   def begin(self) -> dict[str, float]:
@@ -216,7 +219,7 @@ class _Run:
     return self.stop() if groups is None else groups
 
   def pack(self, groups: Sequence[Group]) -> Batch:
-    """A batch of the groups, dealt by chance that the version decides."""
+    """A batch of the groups, dealt by the version; they join the history."""
     return packing.pack(
       [t for group in groups for t in group.trajectories],
       row_length=self.config.learner.row_length,
@@ -224,6 +227,7 @@ class _Run:
       rows_multiple=self.config.learner.rows_multiple,
       minibatches=self.config.learner.minibatches,
       shuffle_seed=self.config.seed * 1_000_003 + self.version,
+      baselines=self._history.consume(groups) if self._history else None,
     )
 
   def versioned(self) -> VersionedParams:
@@ -345,6 +349,7 @@ class _Run:
     """Starts a checkpoint of this moment."""
     snapshot = self.actor.snapshot()
     arrays, described = checkpoint.pack_groups(snapshot.pop("groups"))
+    arrays |= self._history.state() if self._history else {}
     meta = {
       "actor": snapshot,
       "groups": described,

@@ -5,7 +5,7 @@ Alignment, once: every per-token array is aligned to `tokens`; entry t speaks of
 action. Host types (Prompt, Trajectory, Group) are ragged NumPy; device types
 (Batch, PolicyOutputs, Estimate) are pytrees of packed arrays.
 
-Axes: N trajectories, R rows, T tokens, K sampler's head.
+Axes: N trajectories, R rows, T tokens, K sampler's head, B bins of a value.
 """
 
 import dataclasses
@@ -46,6 +46,8 @@ class Sampling:
   """Most action tokens of one call, >= 1."""
   stop_ids: tuple[int, ...] = ()
   """Any of these ends the call; the sampled stop token is kept."""
+  min_tokens: int = 0
+  """Stop ids are not sampled before this many tokens, in [0, max_tokens]."""
   top_k: int = 0
   """Keep the k most likely tokens; 0 or -1 is off."""
   top_p: float = 1.0
@@ -60,6 +62,11 @@ class Sampling:
       ("top_k", self.top_k >= -1, ">= -1"),
       ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
       ("min_p", 0 <= self.min_p < 1, "in [0, 1)"),
+      (
+        "min_tokens",
+        0 <= self.min_tokens <= self.max_tokens,
+        f"in [0, max_tokens = {self.max_tokens}]",
+      ),
     ):
       if not good:
         raise ValueError(
@@ -69,7 +76,8 @@ class Sampling:
   @property
   def filtered(self) -> bool:
     """Whether the distribution sampled from has a smaller support."""
-    return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+    barred = self.min_tokens > 0 and bool(self.stop_ids)
+    return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0 or barred
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,6 +94,24 @@ class Request:
   """i32[P], P >= 1: prompt and everything so far, already tokenised."""
   sampling: Sampling
   seed: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chunk:
+  """What one dispatch of a generator sampled for one request (n tokens)."""
+
+  tokens: np.ndarray
+  """i32[n], n >= 1."""
+  logp: np.ndarray
+  """f32[n], under the distribution really sampled from."""
+  version: int
+  """Of the weights that sampled them."""
+  stop_reason: StopReason | None = None
+  """Set in the request's last chunk, and there only."""
+  topk_ids: np.ndarray | None = None
+  """i32[n, K]; None where K = 0."""
+  topk_logp: np.ndarray | None = None
+  """f32[n, K]."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -199,7 +225,8 @@ class Batch:
 
   Fields of shape [N] belong to trajectories, numbered by `trajectory_ids`;
   unused places carry group -1. The learner writes the last three fields; head
-  arrays are absent where the sampler keeps no head.
+  arrays are absent where the sampler keeps no head, baselines where the
+  algorithm does not require them.
   """
 
   tokens: Int[Array, "R T"]
@@ -223,6 +250,8 @@ class Batch:
   """The sampler's head; -1 where unused. None where K = 0."""
   behavior_topk_logp: Float[Array, "R T K"] | None = None
   """-inf where unused."""
+  baselines: Float[Array, " N"] | None = None
+  """Running mean of earlier outcomes; NaN where there were none."""
   advantages: Float[Array, "R T"] | None = None
   returns: Float[Array, "R T"] | None = None
   values: Float[Array, "R T"] | None = None
@@ -272,6 +301,8 @@ class PolicyOutputs:
   """Of the target distribution, in nats."""
   values: Float[Array, "R T"] | None = None
   """Of the critic: the return to expect from the state before each token."""
+  value_logits: Float[Array, "R T B"] | None = None
+  """Of the histogram whose mean `values` is, where the critic has one."""
   target_topk_logp: Float[Array, "R T K"] | None = None
   """Of the behavior policy's head, under the target policy; normalised over
   the whole vocabulary. Meaningless where the head's id is -1."""

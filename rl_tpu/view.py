@@ -34,6 +34,15 @@ LEGEND = (
   "clip: share of tokens clipped; gen/s, train/s: tokens a second; "
   "wait: share of time the learner waited; left: time left"
 )
+WARNINGS: tuple[tuple[str, float, str], ...] = (
+  # metric, bound, what it means to be above it
+  (
+    "trajectories_masked",
+    0.5,
+    "of the batch's trajectories do not train: their behavior weights are out "
+    "of bounds. Is staleness too high, or do generator and learner disagree?",
+  ),
+)
 _SHOWN = 12
 _HEADER_EVERY = 20
 
@@ -49,6 +58,7 @@ class View:
     )
     self._live: rich.live.Live | None = None
     self._printed = 0
+    self._above: set[str] = set()
 
   @contextlib.contextmanager
   def open(self) -> Iterator["View"]:
@@ -73,7 +83,16 @@ class View:
   def batch(
     self, batch: int, metrics: Mapping[str, float], seconds_left: float
   ) -> None:
-    """Shows one trained batch."""
+    """Shows one trained batch, and a warning where a metric leaves its bound.
+
+    A warning comes again only after the metric was back inside.
+    """
+    for name, bound, text in WARNINGS:
+      if metrics.get(name, 0.0) <= bound:
+        self._above.discard(name)
+      elif name not in self._above:
+        self._above.add(name)
+        self.note(f"warning: batch {batch}: {metrics[name]:.0%} {text}")
     self._rows.append((batch, metrics, seconds_left))
     if self._live is not None:
       self._live.update(self._table(), refresh=True)

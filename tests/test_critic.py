@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from test_learner import POLICY, SETTINGS, difference, make_batch
 
-from rl_tpu import critic, learner, ops, sharding
+from rl_tpu import algorithms, critic, learner, ops, sharding
 from rl_tpu.models.value import ValueModel
 
 
@@ -43,10 +43,15 @@ def make(updates=2, freeze="attention", values="pre", **changes):
   settings = critic.Config(
     **{"learning_rate": 1e-2, "warmup_minibatches": 0, **changes}
   )
-  mesh = sharding.make_mesh(sharding.MeshShape(), jax.devices())
+  return build(algorithm(), options, settings)
+
+
+def build(module, options, settings, shape=None):
+  """A learner and its first state."""
+  mesh = sharding.make_mesh(shape or sharding.MeshShape(), jax.devices())
   it = learner.Learner(
     POLICY,
-    algorithm(),
+    module,
     options,
     dataclasses.replace(SETTINGS, minibatches=1),
     mesh,
@@ -125,6 +130,66 @@ def test_values_are_learnt_and_explain_more_of_the_returns():
   assert seen[0] < 0.1
   assert seen[-1] > 0.5
   assert count_of(state) == 0  # the policy was left alone
+
+
+def make_histogram(shape=None, **options):
+  """SAO with a critic that classifies."""
+  module = algorithms.get("sao")
+  config = module.Config(value_loss="hl_gauss", value_bins=21, **options)
+  settings = critic.Config(learning_rate=1e-2, warmup_minibatches=0)
+  return build(module, config, settings, shape)
+
+
+def test_a_histogram_critic_learns_alone_with_its_attention_frozen():
+  it, state = make_histogram()
+  start = jax.device_get((state.params, state.critic.params))
+  assert start[1]["head"]["weight"].shape == (16, 21)
+  seen = []
+  for _ in range(25):
+    state, metrics = it.train_critic(state, BATCH)
+    seen.append(metrics)
+  assert seen[0]["critic_loss"] == pytest.approx(np.log(21), rel=0.05)
+  assert seen[-1]["critic_loss"] < 0.7 * seen[0]["critic_loss"]
+  assert seen[0]["explained_variance"] < 0.1
+  assert seen[-1]["explained_variance"] > 0.5
+  assert 0 < seen[-1]["critic_value"] < 1
+  assert difference(state.params, start[0]) == 0
+  layers = state.critic.params["decoder"]["layers"]
+  before = start[1]["decoder"]["layers"]
+  assert difference(layers["attention"], before["attention"]) == 0
+  assert difference(layers["feed_forward"], before["feed_forward"]) > 0
+
+
+def test_a_histogram_critic_learns_on_a_mesh_of_2x2_as_on_one_device():
+  found = {}
+  for name, shape in (
+    ("one", None),
+    ("four", sharding.MeshShape(fsdp=2, tensor=2)),
+  ):
+    it, state = make_histogram(shape, critic_updates=1)
+    state, metrics = it.train_critic(state, BATCH)
+    found[name] = jax.device_get(state.critic.params), metrics
+  assert difference(found["one"][0], found["four"][0]) < 1e-5
+  for metric in ("critic_loss", "critic_grad_norm", "explained_variance"):
+    assert found["four"][1][metric] == pytest.approx(
+      found["one"][1][metric], abs=1e-4
+    )
+
+
+def test_the_value_is_the_mean_of_the_histogram_at_its_own_token():
+  support = ops.Support(low=0.0, high=1.0, bins=9, sigma=0.75)
+  model = ValueModel(POLICY, support)
+  params = model.init(
+    jax.jit(POLICY.init)(jax.random.key(0)), jax.random.key(1)
+  )
+  values, logits = model.predict(params, BATCH)
+  assert logits.shape == (*BATCH.tokens.shape, 9)
+  mean = ops.histogram_mean(logits, support)
+  np.testing.assert_allclose(
+    values[BATCH.action_mask], mean[BATCH.action_mask], rtol=1e-6
+  )
+  assert np.std(values[BATCH.action_mask]) > 0
+  np.testing.assert_array_equal(model.values(params, BATCH), values)
 
 
 def test_the_first_batches_may_leave_the_policy_as_it_is():

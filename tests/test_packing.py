@@ -102,6 +102,18 @@ def test_groups_are_renumbered_and_unused_places_have_none():
   assert batch.version == 3
 
 
+def test_baselines_stay_with_their_trajectories_or_are_not_there():
+  trajectories = [make([9, 5])] * 5
+  batch = pack(
+    trajectories, row_length=4, version=0, baselines=np.array([1, 2, 3, 4, 5])
+  )
+  np.testing.assert_array_equal(batch.baselines, [1, 2, 3, 4, 5, np.nan])
+  assert batch.baselines.dtype == np.float32
+  assert pack(trajectories, row_length=4, version=0).baselines is None
+  with pytest.raises(ValueError, match=r"baselines has 4 .* the 5 traj"):
+    pack(trajectories, row_length=4, version=0, baselines=np.zeros(4))
+
+
 def test_types_and_temperature_are_those_of_the_contract():
   trajectories = [make([9, 5], temperature=0.5), make([9, 5, 6])]
   batch = pack(trajectories, row_length=6, version=0)

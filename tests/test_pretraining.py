@@ -67,6 +67,28 @@ def test_sao_trains_both_resumes_both_and_pretrains_once(tmp_path, monkeypatch):
   assert equal(critic_of(broken).params, critic_of(whole).params)
 
 
+def test_a_histogram_critic_is_pretrained_kept_and_restored(
+  tmp_path, monkeypatch
+):
+  monkeypatch.setattr(tiny_run, "GROUPS", 16)
+  loss = algorithms.get("sao").Config(value_loss="hl_gauss", value_bins=7)
+  config = sao(
+    tmp_path / "run",
+    batches=1,
+    algorithm=Choice(name="sao", config=loss),
+    critic=critic.Config(learning_rate=1e-2, pretraining_batches=1),
+  )
+  assert "explained_variance" in train.pretrain_value(config, Quiet())
+  assert train.pretrain_value(config, Quiet()) == {"batches": 1}  # cached
+  train.run(config, Quiet())
+  head = critic_of(config).params["head"]
+  assert head["weight"].shape == (16, 7)
+  assert np.asarray(head["bias"]).any()
+  rows = metrics.read_csv(config.run_directory / "metrics.csv")
+  (row,) = [row for row in rows if "critic_loss" in row]
+  assert 1 < row["critic_loss"] < np.log(7) + 0.2
+
+
 def test_pretraining_without_a_critic_is_refused(tmp_path):
   config = tiny_run.get_config(tmp_path / "run")
   with pytest.raises(ConfigError, match="value pretraining needs"):

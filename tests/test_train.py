@@ -21,6 +21,7 @@ import tiny_run
 
 from rl_tpu import __main__ as command_line
 from rl_tpu import (
+  algorithms,
   buffer,
   checkpoint,
   envs,
@@ -146,6 +147,39 @@ def test_a_run_that_crashed_ends_where_the_unbroken_one_does(base):
   assert equal(weights_of(broken), weights_of(whole))
   assert_each_prompt_once(broken)
   assert batches_of(broken) == batches_of(whole)
+
+
+@pytest.mark.parametrize("scope", ["prompt", "global"])
+def test_running_means_go_on_where_a_killed_run_left_them(base, scope):
+  config = with_running_means(tiny_run.get_config(fresh(base)), scope)
+  train.run(config, Quiet())
+  directory = str(fresh(base))
+  broken = dataclasses.replace(config, directory=directory, checkpoint_every=3)
+  with pytest.raises(ZeroDivisionError):
+    train.run(broken, Quiet(crash_at=5))
+  train.run(broken, Quiet())
+  assert equal(weights_of(broken), weights_of(config))
+  rows = metrics.read_csv(broken.run_directory / "metrics.csv")
+  known = [row["known_baseline"] for row in rows if "known_baseline" in row]
+  assert known[0] == 0 and known[-1] == 1
+
+
+def with_running_means(config, scope):
+  """Nine words in all, so that six batches of four ask each of them twice."""
+  loss = algorithms.get("running_mean").Config(scope=scope, window=3)
+  return dataclasses.replace(
+    config,
+    schedule="lockstep(1)",
+    batches=6,
+    task=dataclasses.replace(
+      config.task,
+      config=dataclasses.replace(config.task.config, size=10),
+    ),
+    algorithm=dataclasses.replace(
+      config.algorithm, name="running_mean", config=loss
+    ),
+    evaluation=evaluate.Config(every=0, problems=1),
+  )
 
 
 def test_lockstep_imposes_its_lag_exactly(base):

@@ -124,7 +124,9 @@ def test_map_rows_leaves_the_fields_of_trajectories_whole():
 
 def test_every_row_field_is_a_field_of_the_batch():
   fields = {field.name for field in dataclasses.fields(Batch)}
-  assert fields - set(Batch.ROW_FIELDS) == {"truncated", "group_ids", "version"}
+  assert fields - set(Batch.ROW_FIELDS) == {
+    *("truncated", "group_ids", "version", "baselines"),
+  }
 
 
 def test_a_head_must_have_a_row_for_each_token():

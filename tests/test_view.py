@@ -37,6 +37,19 @@ def test_a_terminal_shows_the_same_columns_without_cutting_them():
   assert "3/3" in screen
 
 
+def test_X07_a_batch_that_is_masked_for_more_than_half_is_warned_of_once():
+  file = io.StringIO()
+  shown = view.View(9, rich.console.Console(file=file, width=200))
+  for batch, masked in enumerate([0.5, 0.6, 0.9, 0.1, 0.7], start=1):
+    row = ROW | {"trajectories_masked": masked}
+    shown.batch(batch, row, seconds_left=1)
+  warnings = [x for x in file.getvalue().splitlines() if "warning" in x]
+  assert [w.split(" of the")[0] for w in warnings] == [
+    "warning: batch 2: 60%",
+    "warning: batch 5: 70%",
+  ]
+
+
 def test_long_times_are_in_hours():
   assert view.clock(59.6) == "1:00"
   assert view.clock(3725) == "1h02"

@@ -9,13 +9,15 @@ configuration), a frozen `Config` that validates itself, and
 
 `advantages` is called once, on the whole batch. `loss` may be called on any
 subset of its rows: totals and counts of the subsets add up. A loss's total is
-a sum over action tokens and its count their number. With a critic a file also
-defines
+a sum over action tokens and its count their number. A file that also requires
+`baselines` gets them in the batch, from the run's `history`; its Config has
+`scope` and `history_window`. With a critic a file also defines
 
     returns(batch, outputs, config) -> [R,T], what the critic learns
     value_loss(outputs, batch, config) -> (Estimate, dict[str, Estimate])
 
-and its Config has `critic_updates`, `freeze` and `values`. A file may define
+and its Config has `critic_updates`, `freeze` and `values`, and maybe
+`value_support`, the bins of a critic that is a histogram. A file may define
 `keep(group) -> bool`: what it refuses is never trained, and another prompt
 takes its place. A new algorithm is a new file, its test and a config; nothing
 here changes.
@@ -46,7 +48,7 @@ def get(name: str) -> ModuleType:
 
 
 def requires(module: ModuleType, config: Any) -> frozenset[str]:
-  """The fields of PolicyOutputs that this configuration needs."""
+  """The outputs, and maybe `baselines`, that this configuration needs."""
   if hasattr(module, "requires"):
     return module.requires(config)
   return module.REQUIRES

@@ -19,9 +19,10 @@ group: the baseline is a critic V, and with n(t) the next action token
     lambda = 1 - 1 / (lambda_alpha l),     l the trajectory's action tokens
 
 over the action tokens alone, so observations cost nothing (`ops.gae`). The
-critic learns the return with lambda_critic = 1 by squared error,
-`critic_updates` times a batch, with its attention frozen. Its state is that
-before a token; the end of a trajectory has value 0.
+critic learns the return with lambda_critic = 1, `critic_updates` times a batch,
+with its attention frozen: by squared error or, which is not in the paper, by
+classification (`ops.hl_gauss`). Its state is that before a token; the end of a
+trajectory has value 0.
 
 `level` holds the paper's rejected variants (appendix A.1, table 5), where a
 turn is one decision: its value is the mean over its tokens or that of its last
@@ -50,7 +51,7 @@ _BANDS = {"math": (0.3, 5.0), "coding": (0.8, 3.0)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(ops.ValueLossConfig):
   """What SAO may be varied in; defaults where the paper is silent are ours."""
 
   epsilon_low: float = 0.3
@@ -97,9 +98,6 @@ class Config:
   """Whether advantages use the critic as it was before the last of this
   batch's updates or after it. After, a trajectory's own return leaks into its
   baseline. Not in the paper."""
-  value_clip: float | None = None
-  """Hold values within this of those before the batch's updates, > 0; None:
-  the plain squared error of the paper."""
   centering: bool = False
   """Take the drift of the masked score out; needs the sampler's head."""
   top_k: int = 128
@@ -107,8 +105,8 @@ class Config:
 
   def __post_init__(self):
     set_apart = (self.epsilon_low, self.epsilon_high) != _BANDS["math"]
-    clip = self.value_clip
     ops.check_choices(self)
+    super().__post_init__()
     ops.check_fields(
       self,
       ("epsilon_low", 0 < self.epsilon_low <= 1, "in (0, 1]"),
@@ -122,7 +120,6 @@ class Config:
       ("lambda_alpha", self.lambda_alpha > 0, "> 0"),
       ("lambda_critic", 0 <= self.lambda_critic <= 1, "in [0, 1]"),
       ("critic_updates", self.critic_updates >= 1, ">= 1"),
-      ("value_clip", clip is None or clip > 0, "> 0 or None"),
       ("top_k", self.top_k >= 0, ">= 0"),
     )
 
@@ -217,10 +214,13 @@ def loss(
 def value_loss(
   outputs: PolicyOutputs, batch: Batch, config: Config
 ) -> tuple[Estimate, dict[str, Estimate]]:
-  """Squared error of the critic, at the tokens whose value is used."""
+  """Error of the critic, at the tokens whose value is used."""
   mask = batch.action_mask
   if config.level == "step_last":
     mask = ops.turn_ends(ops.turn_ids(mask, batch.trajectory_ids))
+  support = config.value_support
+  if support is not None:
+    return ops.hl_gauss_loss(outputs, batch, mask, support)
   return ops.value_loss(outputs, batch, mask, config.value_clip)
 
 

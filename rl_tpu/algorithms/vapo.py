@@ -11,8 +11,8 @@ token mean; and imitation of what was rewarded. lambda_alpha = 0.05 leaves
 exp(-20) of the outcome's credit to the first token: `sao` keeps half of it.
 
 Choices: the imitation term has the denominator of the rest, where the paper
-divides by the tokens of rewarded trajectories; it is no policy gradient and off
-unless asked for (paper: 0.1). Below 20 action tokens lambda would be negative
+divides by the tokens of rewarded trajectories. The critic may also learn by
+classification (`ops.hl_gauss`). Below 20 action tokens lambda would be negative
 and is 0. No whitening. VAPO samples groups, but no baseline comes from them.
 """
 
@@ -29,16 +29,15 @@ REQUIRES = frozenset({"values"})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(ops.ValueLossConfig):
   """What VAPO may be varied in."""
 
   clip_low: float = 0.2
   """Below 1 - clip_low a ratio earns nothing more, in (0, 1]."""
   clip_high: float = 0.28
   """Above 1 + clip_high a ratio earns nothing more, > 0."""
-  nll_coefficient: float = 0.0
-  """Weight of the imitation of rewarded trajectories, >= 0; the paper's is
-  0.1."""
+  nll_coefficient: float = 0.1
+  """Weight of the imitation of rewarded trajectories, >= 0 (paper: 0.1)."""
   gamma: float = 1.0
   """Discount per action token, in (0, 1]."""
   lambda_alpha: float = 0.05
@@ -52,13 +51,10 @@ class Config:
   values: Literal["pre", "post"] = "pre"
   """Whether advantages use the critic as it was before the last of this
   batch's updates or after it."""
-  value_clip: float | None = None
-  """Hold values within this of those before the batch's updates, > 0; None:
-  plain squared error."""
 
   def __post_init__(self):
-    clip = self.value_clip
     ops.check_choices(self)
+    super().__post_init__()
     ops.check_fields(
       self,
       ("clip_low", 0 < self.clip_low <= 1, "in (0, 1]"),
@@ -68,7 +64,6 @@ class Config:
       ("lambda_alpha", self.lambda_alpha > 0, "> 0"),
       ("lambda_critic", 0 <= self.lambda_critic <= 1, "in [0, 1]"),
       ("critic_updates", self.critic_updates >= 1, ">= 1"),
-      ("value_clip", clip is None or clip > 0, "> 0 or None"),
     )
 
 
@@ -125,8 +120,12 @@ def loss(
 def value_loss(
   outputs: PolicyOutputs, batch: Batch, config: Config
 ) -> tuple[Estimate, dict[str, Estimate]]:
-  """Squared error of the critic at the action tokens."""
-  return ops.value_loss(outputs, batch, batch.action_mask, config.value_clip)
+  """Error of the critic at the action tokens."""
+  mask = batch.action_mask
+  support = config.value_support
+  if support is not None:
+    return ops.hl_gauss_loss(outputs, batch, mask, support)
+  return ops.value_loss(outputs, batch, mask, config.value_clip)
 
 
 def _rewarded(batch: Batch) -> Bool[Array, "R T"]:

@@ -50,6 +50,13 @@ from rl_tpu.ops.gae import (
   value_loss,
   whiten,
 )
+from rl_tpu.ops.hl_gauss import (
+  Support,
+  ValueLossConfig,
+  gaussian_mass,
+  histogram_mean,
+  hl_gauss_loss,
+)
 from rl_tpu.ops.kl import (
   KL_ESTIMATORS,
   behavior_reference_kl,
@@ -97,6 +104,8 @@ __all__ = [
   "MAX_LOG_RATIO",
   "WEIGHT_MODES",
   "Centering",
+  "Support",
+  "ValueLossConfig",
   "action_advantages",
   "action_count",
   "action_mean",
@@ -115,9 +124,12 @@ __all__ = [
   "drop_truncated",
   "estimate",
   "gae",
+  "gaussian_mass",
   "group_baseline",
   "group_std",
   "head_slots",
+  "histogram_mean",
+  "hl_gauss_loss",
   "importance_weight",
   "known_logp",
   "label_logp",

@@ -27,7 +27,9 @@ def check_shapes(batch: Batch, outputs: PolicyOutputs | None = None) -> None:
   """
   rows, row = batch.tokens.shape, batch.group_ids.shape
   expected = [(f"batch.{name}", batch, name, rows) for name in Batch.ROW_FIELDS]
-  expected += [("batch.truncated", batch, "truncated", row)]
+  expected += [
+    (f"batch.{name}", batch, name, row) for name in ("truncated", "baselines")
+  ]
   if outputs is not None:
     expected += [
       (f"outputs.{field.name}", outputs, field.name, rows)

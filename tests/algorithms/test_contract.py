@@ -29,7 +29,8 @@ FLOATS = (
   "values",
 )
 HEAD = 3
-SIZES = {"R": 1, "K": HEAD}
+BINS = 5
+SIZES = {"R": 1, "K": HEAD, "B": BINS}
 DIFFERENTIATED = ("target_logp", "target_topk_logp", "entropy")
 TOGGLED = "+toggled_centering"
 
@@ -99,6 +100,8 @@ def make_outputs(trajectory, seed):
     shape = [sizes[axis] for axis in array_type.dim_str.split()]
     if shape[2:] == [HEAD]:
       fields[field.name] = make_head(generator, shape)
+    elif shape[2:] == [BINS]:
+      fields[field.name] = generator.normal(0.0, 1.0, shape)
     else:
       noise = generator.normal(0.0, 0.5, shape)
       fields[field.name] = np.minimum(trajectory.behavior_logp + noise, -0.01)
@@ -145,7 +148,11 @@ def lay_out(batch, dtype=jnp.float32):
 
 def packed():
   return pack(
-    TRAJECTORIES, row_length=ROW_LENGTH, rows_multiple=4, version=VERSION
+    TRAJECTORIES,
+    row_length=ROW_LENGTH,
+    rows_multiple=4,
+    version=VERSION,
+    baselines=np.array([0.3, 0.3, 0.3, np.nan, np.nan, -0.2]),
   )
 
 
@@ -204,11 +211,12 @@ def map_both(function, outputs, batch):
 
 
 @every_algorithm
-def test_requires_names_fields_of_the_outputs(name):
+def test_requires_names_fields_of_the_outputs_or_baselines(name):
   module, config = find(name)
   fields = {field.name for field in dataclasses.fields(PolicyOutputs)}
+  fields = fields - {"target_logp"} | {"baselines"}
   needed = algorithms.requires(module, config)
-  assert needed <= module.REQUIRES <= fields - {"target_logp"}
+  assert needed <= module.REQUIRES <= fields
 
 
 @every_algorithm
@@ -219,6 +227,8 @@ def test_nothing_is_needed_that_is_not_required(name):
   spare = {field: None for field in fields if field not in needed}
   expected, _ = evaluate(module, outputs, batch, config)
   outputs = dataclasses.replace(outputs, **spare)
+  if "baselines" not in needed:
+    batch = dataclasses.replace(batch, baselines=None)
   assert_same(evaluate(module, outputs, batch, config)[0], expected)
 
 
@@ -376,7 +386,14 @@ def test_the_gradient_is_the_finite_difference(name, monkeypatch):
 
 @every_algorithm
 def test_on_policy_it_is_the_policy_gradient(name):
+  """Without the terms that a coefficient adds to it."""
   module, config, outputs, batch = example(name)
+  added = [
+    field.name
+    for field in dataclasses.fields(config)
+    if field.name.endswith("_coefficient")
+  ]
+  config = dataclasses.replace(config, **dict.fromkeys(added, 0.0))
   target = jnp.where(batch.action_mask, outputs.target_logp, 0.0)
   head = outputs.target_topk_logp
   outputs = dataclasses.replace(
@@ -401,7 +418,8 @@ def test_on_policy_it_is_the_policy_gradient(name):
 def test_shapes_that_would_broadcast_are_refused(name):
   module, config, outputs, batch = example(name)
   wrong = batch.tokens.shape[0], 1
-  for field in algorithms.requires(module, config) | {"target_logp"}:
+  required = algorithms.requires(module, config) | {"target_logp"}
+  for field in required - {"baselines"}:
     narrow = dataclasses.replace(
       outputs, **{field: getattr(outputs, field)[:, :1]}
     )
@@ -412,6 +430,7 @@ def test_shapes_that_would_broadcast_are_refused(name):
     "behavior_topk_logp",
     "action_mask",
     "advantages",
+    "baselines",
   ):
     narrow = dataclasses.replace(batch, **{field: jnp.ones(wrong)})
     with pytest.raises(ValueError, match=f"batch.{field} has shape"):

@@ -1,0 +1,24 @@
+"""DAPO on the quickstart's task.
+
+  python -m rl_tpu train --config=experiments/methods/dapo.py[:SCHEDULE]
+
+GRPO with a higher upper clip; groups that are all right or all wrong are
+sampled again in place of being trained on.
+About a minute on two cores; the number to expect is in README.md beside this
+file. SCHEDULE is async (default), sync or lockstep(n).
+"""
+
+import ml_collections
+
+from experiments import quickstart
+from rl_tpu import algorithms
+from rl_tpu.config import Choice, to_config_dict
+
+
+def get_config(schedule: str = "async") -> ml_collections.ConfigDict:
+  """The quickstart's config with this method."""
+  config = quickstart.get_config(schedule)
+  config.name = "dapo"
+  loss = algorithms.get("dapo").Config()
+  config.algorithm = to_config_dict(Choice(name="dapo", config=loss))
+  return config

@@ -38,17 +38,22 @@ RUNNING, STOPPED, EXHAUSTED = 0, 1, 2
 _CALL = 4
 """What a prefill costs beside its rows, in rows (measured on CPUs)."""
 
+_LEAD = 3
+"""Columns before the row of a packed sequence: its slot, the slot whose cache
+it shares and how many entries of that."""
+
 _ROW = (
-  *("token", "position", "budget", "top_k"),
+  *("token", "position", "budget", "top_k", "stop_from"),
   *("temperature", "top_p", "min_p"),
   *("seed", "prompt_index", "member"),
 )
 _CURSOR = slice(0, 3)
-_FLOATS = slice(4, 7)
-_IDENTITY = slice(7, 10)
+_TOP_K, _STOP_FROM = 3, 4
+_FLOATS = slice(5, 8)
+_IDENTITY = slice(8, 11)
 _STOP_IDS = len(_ROW)
-"""Columns of a slot's row: where the sequence stands, how it samples (as
-bits), who it is, and from here on its stop ids."""
+"""Columns of a slot's row: where the sequence stands, how it samples (floats
+as bits), who it is, and from here on its stop ids."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,6 +67,20 @@ class Admission:
   """Tokens that may still be sampled, >= 1."""
   request: Request
   """Whose sampling settings and identity these are."""
+  source: int = 0
+  """A slot whose cache begins with the same tokens; may be `slot` itself."""
+  shared: int = 0
+  """How many entries are taken from there, in [0, T); 0 shares nothing."""
+
+  @property
+  def missing(self) -> np.ndarray:
+    """The tokens whose keys and values must be computed.
+
+    The last token's are computed again by the decode step that continues it;
+    without a shared prefix it is here all the same, so that every prefill has
+    a token.
+    """
+    return self.tokens[self.shared : -1] if self.shared else self.tokens
 
 
 @jax.tree_util.register_dataclass
@@ -201,27 +220,28 @@ def pack(
   slots: int,
   max_stop_ids: int,
 ) -> Int[np.ndarray, "B _"]:
-  """Lays out sequences: the slot, its row, the padded tokens.
+  """Lays out sequences: where to, its row, the padded missing tokens.
 
   Unused rows name slot `slots`, which does not exist: inserting drops them.
   """
-  width = 1 + _STOP_IDS + max_stop_ids
+  width = _LEAD + _STOP_IDS + max_stop_ids
   packed = np.zeros((rows, width + bucket), np.int32)
   packed[:, 0] = slots
-  packed[:, 1 + _STOP_IDS : width] = -1
-  floats, unsigned = packed.view(np.float32), packed.view(np.uint32)
+  row = packed[:, _LEAD:width]
+  row[:, _STOP_IDS:] = -1
   for i, admission in enumerate(admissions):
-    tokens, request = admission.tokens, admission.request
-    how = request.sampling
-    length = len(tokens)
-    packed[i, :5] = (
-      *(admission.slot, tokens[-1], length - 1),
-      *(admission.budget, how.top_k),
-    )
-    floats[i, 5:8] = how.temperature, how.top_p, how.min_p
-    unsigned[i, 8:11] = request.seed, request.prompt_index, request.member
-    packed[i, 11 : 11 + len(how.stop_ids)] = how.stop_ids
-    packed[i, width : width + length] = tokens
+    request, missing = admission.request, admission.missing
+    how, last = request.sampling, len(admission.tokens) - 1
+    packed[i, :_LEAD] = admission.slot, admission.source, admission.shared
+    row[i, _CURSOR] = admission.tokens[last], last, admission.budget
+    row[i, _TOP_K] = how.top_k
+    row[i, _STOP_FROM] = len(request.tokens) + how.min_tokens
+    floats = np.array([how.temperature, how.top_p, how.min_p], np.float32)
+    row[i, _FLOATS] = floats.view(np.int32)
+    who = (request.seed, request.prompt_index, request.member)
+    row[i, _IDENTITY] = np.array(who, np.uint32).view(np.int32)
+    row[i, _STOP_IDS : _STOP_IDS + len(how.stop_ids)] = how.stop_ids
+    packed[i, width : width + len(missing)] = missing
   return packed
 
 
@@ -229,7 +249,7 @@ def padded_tokens(
   packed: Int[Array, "B _"], max_stop_ids: int
 ) -> Int[Array, "B P"]:
   """The token columns of packed sequences."""
-  return packed[:, 1 + _STOP_IDS + max_stop_ids :]
+  return packed[:, _LEAD + _STOP_IDS + max_stop_ids :]
 
 
 def insert(
@@ -244,12 +264,48 @@ def insert(
   lie at or after its position, where nothing looks before they are overwritten.
   """
   slot, bucket = packed[:, 0], keys.shape[2]
-  rows = packed[:, 1 : 1 + state.rows.shape[1]]
   return DecodeState(
     keys=state.keys.at[:, slot, :bucket].set(keys, mode="drop"),
     values=state.values.at[:, slot, :bucket].set(values, mode="drop"),
-    rows=state.rows.at[slot].set(rows, mode="drop"),
+    rows=_write_rows(state, packed),
   )
+
+
+def extend(
+  policy: transformer.Policy,
+  params: transformer.Params,
+  state: DecodeState,
+  packed: Int[Array, "B _"],
+) -> DecodeState:
+  """Inserts packed sequences whose caches begin like those of other slots.
+
+  Each takes the first entries of its source and computes the rest, if there
+  is a rest. All sources are read before any slot is written. Cost: one copy of
+  a slot's cache a sequence, and the missing tokens against it.
+  """
+  slot, source, shared = packed[:, :_LEAD].T
+  tokens = padded_tokens(packed, state.rows.shape[1] - _STOP_IDS)
+  caches = (state.keys[:, source], state.values[:, source])
+  if tokens.shape[1]:
+    new = policy.extend(params, tokens, shared, *caches)
+    row = jnp.arange(tokens.shape[0])[:, None]
+    entry = shared[:, None] + jnp.arange(tokens.shape[1])
+    caches = tuple(
+      cache.at[:, row, entry].set(fresh.astype(cache.dtype), mode="drop")
+      for cache, fresh in zip(caches, new, strict=True)
+    )
+  return DecodeState(
+    keys=state.keys.at[:, slot].set(caches[0], mode="drop"),
+    values=state.values.at[:, slot].set(caches[1], mode="drop"),
+    rows=_write_rows(state, packed),
+  )
+
+
+def _write_rows(
+  state: DecodeState, packed: Int[Array, "B _"]
+) -> Int[Array, "S W"]:
+  rows = packed[:, _LEAD : _LEAD + state.rows.shape[1]]
+  return state.rows.at[packed[:, 0]].set(rows, mode="drop")
 
 
 def release(state: DecodeState, freed: Bool[Array, " S"]) -> DecodeState:
@@ -284,6 +340,7 @@ def decode(
     keys, values, tokens, positions, budget = carry
     active = budget > 0
     logits, new = policy.decode(params, tokens, positions, keys, values)
+    logits = _bar_stop_ids(logits, state.rows, positions, active)
     sampled, logp, head = sampling.sample(
       logits, sampling_keys, positions + 1, settings, active, head_size
     )
@@ -324,8 +381,27 @@ def _settings(rows: Int[Array, "S W"]) -> sampling.Settings:
   floats = jax.lax.bitcast_convert_type(rows[:, _FLOATS], jnp.float32)
   temperature, top_p, min_p = floats.T
   return sampling.Settings(
-    temperature=temperature, top_k=rows[:, 3], top_p=top_p, min_p=min_p
+    temperature=temperature, top_k=rows[:, _TOP_K], top_p=top_p, min_p=min_p
   )
+
+
+def _bar_stop_ids(
+  logits: Float[Array, "S V"],
+  rows: Int[Array, "S W"],
+  positions: Int[Array, " S"],
+  active: Bool[Array, " S"],
+) -> Float[Array, "S V"]:
+  """Takes stop ids out of reach where too few tokens have been sampled."""
+  barred = active & (positions + 1 < rows[:, _STOP_FROM])
+
+  def bar():
+    stop_ids = rows[:, _STOP_IDS:]
+    wanted = barred[:, None] & (stop_ids >= 0)
+    column = jnp.where(wanted, stop_ids, logits.shape[1])
+    row = jnp.arange(logits.shape[0])[:, None]
+    return logits.at[row, column].set(-jnp.inf, mode="drop")
+
+  return jax.lax.cond(jnp.any(barred), bar, lambda: logits)
 
 
 def _head_columns(

@@ -26,20 +26,22 @@ sampled it (AReaL, proposition 1).
 import asyncio
 import contextlib
 import dataclasses
-import queue
+import functools
+import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Literal
+from collections.abc import AsyncGenerator, Callable, Iterator
+from typing import Any, Literal
 
 import jax
 import numpy as np
 
 from rl_tpu.generation import requests, timeline
+from rl_tpu.generation.decoding import Admission
 from rl_tpu.generation.engine import PolicyEngine
 from rl_tpu.generation.jetstream import ReportingThread, orchestrator
-from rl_tpu.generation.requests import OpenRequest
-from rl_tpu.types import Completion, Request, Sampling, VersionedParams
+from rl_tpu.generation.requests import Client, OpenRequest
+from rl_tpu.types import Chunk, Completion, Request, Sampling, VersionedParams
 
 Interruption = Literal["recompute", "keep", "drain"]
 INTERRUPTIONS = ("recompute", "keep", "drain")
@@ -86,9 +88,6 @@ class GenerationDriver(orchestrator.Driver):
         )
     super().__init__()  # Without engines it starts none of its threads.
     self._generate_engines = [engine]
-    self._generate_slots = [queue.Queue(config.slots)]
-    for slot in range(config.slots):
-      self._generate_slots[0].put(slot)
 
     self.engine = engine
     self.failure: BaseException | None = None
@@ -100,7 +99,10 @@ class GenerationDriver(orchestrator.Driver):
     # Of the loop alone.
     self._state = engine.init_decode_state()
     self._table = requests.SlotTable(
-      config.slots, config.context_length, config.behavior_top_k
+      config.slots,
+      config.context_length,
+      config.behavior_top_k,
+      config.min_shared_prefix if config.shares_prefixes else 0,
     )
     self._weights: VersionedParams | None = None
     self._outbox = requests.Outbox()
@@ -127,12 +129,62 @@ class GenerationDriver(orchestrator.Driver):
       ValueError: the request cannot be served; says why.
       RuntimeError: the driver failed or was stopped.
     """
-    future = asyncio.get_running_loop().create_future()
-    opened = self._open(request, future=future)
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Completion] = loop.create_future()
+    receive = functools.partial(_resolve, future)
+    opened = self.open(request, Client(loop=loop, receive=receive))
     try:
       return await future
     finally:
-      self._cancel(opened)
+      self.cancel(opened)
+
+  async def stream(self, request: Request) -> AsyncGenerator[Chunk]:
+    """Completes a request, handing over every dispatch's tokens.
+
+    As `generate`; closing the generator frees the slot.
+    """
+    arrived: asyncio.Queue[Any] = asyncio.Queue()
+    client = Client(
+      loop=asyncio.get_running_loop(),
+      receive=arrived.put_nowait,
+      streams=True,
+    )
+    opened = self.open(request, client)
+    try:
+      ended = False
+      while not ended:
+        outcome = await arrived.get()
+        if isinstance(outcome, Exception):
+          raise outcome
+        yield outcome
+        ended = outcome.stop_reason is not None
+    finally:
+      self.cancel(opened)
+
+  def open(self, request: Request, client: Client) -> OpenRequest:
+    """Lets a request wait for a slot; its client is told what comes of it.
+
+    Raises:
+      ValueError: the request cannot be served; says why.
+      RuntimeError: the driver failed or was stopped.
+    """
+    return self._open(request, client=client)
+
+  def cancel(self, opened: OpenRequest) -> None:
+    """Withdraws a request, unless it ended; thread-safe, may be repeated.
+
+    Its client may still be called with what was on the way.
+    """
+    with self._changed:
+      if opened.ended:
+        return
+      opened.ended = True
+      self._timeline.sums.cancellations += 1
+      if opened.slot < 0:
+        self._waiting.pop(opened, None)
+      else:
+        self._cancelled.append(opened)
+        self._changed.notify_all()
 
   def place_request_on_prefill_queue(
     self, request: orchestrator.ActiveRequest
@@ -166,19 +218,6 @@ class GenerationDriver(orchestrator.Driver):
       self._waiting[opened] = None
       self._changed.notify_all()
     return opened
-
-  def _cancel(self, opened: OpenRequest) -> None:
-    """Withdraws a request, unless it ended."""
-    with self._changed:
-      if opened.ended:
-        return
-      opened.ended = True
-      self._timeline.sums.cancellations += 1
-      if opened.slot < 0:
-        self._waiting.pop(opened, None)
-      else:
-        self._cancelled.append(opened)
-        self._changed.notify_all()
 
   # Control.
 
@@ -275,7 +314,7 @@ class GenerationDriver(orchestrator.Driver):
   @property
   def free_slots(self) -> int:
     """Slots that no request holds."""
-    return self._generate_slots[0].qsize()
+    return self._table.free_slots
 
   @property
   def waiting(self) -> int:
@@ -319,17 +358,19 @@ class GenerationDriver(orchestrator.Driver):
       self._turning = True
       freed = self._collect_cancelled()
       weights = self._collect_weights()
-      running = self._table.running
+      interrupted = self._interrupt() if weights else []
       admitted = self._collect_waiting(weights)
     try:
       if freed:
         self._state = self.engine.release(self._state, freed)
       if weights is not None:
-        self._swap(weights, running)
+        self._swap(weights, interrupted)
       if admitted:
         with self._timeline.during("prefill"):
           self._admit(admitted)
         self._timeline.sums.prompts += len(admitted)
+        shared = sum(admission.shared for admission in admitted)
+        self._timeline.sums.shared_tokens += shared
       if not self._table.empty:
         self._dispatch()
     finally:
@@ -345,7 +386,7 @@ class GenerationDriver(orchestrator.Driver):
     freed = []
     for opened in (*self._cancelled, *gone):
       if self._table.holds(opened):
-        freed.append(self._free(opened))
+        freed.append(self._table.free(opened))
     self._cancelled = []
     return freed
 
@@ -356,38 +397,44 @@ class GenerationDriver(orchestrator.Driver):
     weights, self._pending = self._pending, None
     return weights
 
+  def _interrupt(self) -> list[Admission]:
+    """What new weights mean for running sequences: their new admissions."""
+    self._table.forget_caches()
+    if self._interruption != "recompute":
+      return []
+    return self._table.admit(self._table.running)
+
   def _collect_waiting(
     self, weights: VersionedParams | None
-  ) -> list[OpenRequest]:
+  ) -> list[Admission]:
     """Gives free slots to the requests that came first."""
     draining = self._pending is not None
     if draining or not (weights or self._weights):
       return []
-    admitted = []
-    while self._waiting and self.free_slots:
-      opened = next(iter(self._waiting))
+    first = list(itertools.islice(self._waiting, self.free_slots))
+    for opened in first:
       del self._waiting[opened]
-      self._table.place(opened, self._generate_slots[0].get_nowait())
-      admitted.append(opened)
-    return admitted
+    return self._table.admit(first)
 
-  def _swap(self, weights: VersionedParams, running: list[OpenRequest]) -> None:
-    """Puts weights into service; interrupts what runs if that is the rule."""
+  def _swap(
+    self, weights: VersionedParams, interrupted: list[Admission]
+  ) -> None:
+    """Puts weights into service, and interrupted sequences back to work."""
     with self._timeline.during("weights"):
       self._weights = weights
       self._timeline.sums.updates += 1
-      if self._interruption == "recompute" and running:
-        tokens = self._admit(running)
-        self._timeline.sums.interruptions += len(running)
-        self._timeline.sums.recomputed_tokens += tokens
+      if interrupted:
+        self._admit(interrupted)
+        self._timeline.sums.interruptions += len(interrupted)
+        self._timeline.sums.recomputed_tokens += sum(
+          len(admission.missing) for admission in interrupted
+        )
 
-  def _admit(self, sequences: list[OpenRequest]) -> int:
-    """Prefills sequences into their slots; returns how many tokens."""
+  def _admit(self, admissions: list[Admission]) -> None:
+    """Prefills sequences into their slots."""
     assert self._weights is not None
-    admissions = [self._table.admission(one) for one in sequences]
     self._state = self.engine.admit(self._weights, self._state, admissions)
     jax.block_until_ready(self._state)
-    return sum(len(admission.tokens) for admission in admissions)
 
   def _dispatch(self) -> None:
     """Samples, and hands over the last dispatch's completions meanwhile."""
@@ -397,18 +444,16 @@ class GenerationDriver(orchestrator.Driver):
       self._outbox.deliver()
       result = result.convert_to_numpy()
     self._timeline.sums.tokens += self._table.record(result)
-    self._table.stream(result)
     with self._changed:
-      for opened, completion in self._table.ended(result):
-        self._free(opened)
+      ended = self._table.ended(result)
+      self._timeline.sums.completions += sum(
+        not opened.ended for opened, _ in ended
+      )
+      self._table.stream(result, self._outbox)
+      for opened, completion in ended:
+        self._table.free(opened)
         if not opened.ended:
-          self._timeline.sums.completions += 1
           self._outbox.post(opened, completion)
-
-  def _free(self, opened: OpenRequest) -> int:
-    slot = self._table.free(opened)
-    self._generate_slots[0].put(slot)
-    return slot
 
   # Failure.
 
@@ -441,3 +486,15 @@ class GenerationDriver(orchestrator.Driver):
       raise RuntimeError("the generation driver failed") from self.failure
     if not self.live:
       raise RuntimeError("the generation driver was stopped")
+
+
+def _resolve(
+  future: asyncio.Future, outcome: Completion | Chunk | Exception
+) -> None:
+  """Runs in the client's loop."""
+  if future.done():
+    return
+  if isinstance(outcome, Exception):
+    future.set_exception(outcome)
+  else:
+    future.set_result(outcome)

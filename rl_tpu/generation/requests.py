@@ -2,20 +2,23 @@
 
 `SlotTable` is one table of arrays, a slot a row, so that the results of a
 dispatch are recorded for all slots at once; Python visits only the sequences
-that end. `Outbox` wakes each client's asyncio loop once per dispatch, however
-many of its requests ended.
+that end, and those whose client wants every token at once. The table also
+knows whose cache a new sequence can share: the rows of freed slots stay until
+they are overwritten. `Outbox` wakes each client's asyncio loop once per
+dispatch, however many of its requests it concerns.
 
 Axes: S slots, C context, K the sampler's head.
 """
 
 import asyncio
 import dataclasses
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from rl_tpu.generation import decoding
 from rl_tpu.generation.jetstream import ReturnSample, orchestrator
-from rl_tpu.types import Completion, Request, StopReason
+from rl_tpu.types import Chunk, Completion, Request, StopReason
 
 _REASONS: dict[int, StopReason] = {
   decoding.STOPPED: "stop",
@@ -23,16 +26,29 @@ _REASONS: dict[int, StopReason] = {
 }
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Client:
+  """Who waits for a request: a callback in an asyncio loop.
+
+  It gets one Completion, or every Chunk as it is sampled where `streams`; or
+  an exception. After that it is not called again.
+  """
+
+  loop: asyncio.AbstractEventLoop
+  receive: Callable[[Completion | Chunk | Exception], None]
+  streams: bool = False
+
+
 @dataclasses.dataclass(eq=False, kw_only=True)
 class OpenRequest(orchestrator.ActiveRequest):
   """A request that was accepted.
 
-  Ours await `future`; clients of JetStream's own service read
-  `return_channel`. `max_tokens` is what the context leaves of it.
+  Clients of JetStream's own service read `return_channel`; all others have a
+  `client`. `max_tokens` is what the context leaves of it.
   """
 
   request: Request
-  future: asyncio.Future[Completion] | None = None
+  client: Client | None = None
   slot: int = -1
   """Where it runs; -1 while it waits."""
   ended: bool = False
@@ -46,13 +62,25 @@ class OpenRequest(orchestrator.ActiveRequest):
   @property
   def client_gone(self) -> bool:
     """Whether a client of JetStream's own service hung up."""
-    return self.future is None and self.return_channel.cancelled()
+    return self.client is None and self.return_channel.cancelled()
 
 
 class SlotTable:
   """What the running sequences sampled, token by token, and whose they are."""
 
-  def __init__(self, slots: int, context_length: int, head_size: int):
+  def __init__(
+    self,
+    slots: int,
+    context_length: int,
+    head_size: int,
+    min_shared_prefix: int = 0,
+  ):
+    self._min_shared = min_shared_prefix
+    self._free = dict.fromkeys(range(slots))  # Longest free first.
+    # Entries of each slot's cache that another sequence may take over: those
+    # that the weights in service computed, in the rows marked as current.
+    self._current = np.zeros(slots, bool)
+    self._shareable = np.zeros(slots, np.int64)
     self._owners: list[OpenRequest | None] = [None] * slots
     self._occupied = np.zeros(slots, bool)
     self._prompt_length = np.zeros(slots, np.int64)
@@ -75,9 +103,68 @@ class SlotTable:
     """Whether no slot is held."""
     return not self._occupied.any()
 
-  def place(self, opened: OpenRequest, slot: int) -> None:
+  @property
+  def free_slots(self) -> int:
+    """Slots that no request holds."""
+    return len(self._free)
+
+  def admit(self, sequences: Sequence[OpenRequest]) -> list[decoding.Admission]:
+    """What the engine needs to begin, or to go on with, these sequences.
+
+    One without a slot gets one; there must be enough. A sequence shares the
+    cache of the slot that begins with the most of its tokens, itself free or
+    not, if those are enough. It takes that very slot if it is free, so no
+    cache is overwritten that another sequence of this call still has to copy.
+    """
+    admissions: list[decoding.Admission] = []
+    for opened in sequences:
+      tokens = self.tokens_so_far(opened)
+      source, shared = self._longest_prefix(tokens)
+      if opened.slot < 0:
+        there = shared > 0 and source in self._free
+        self._place(opened, source if there else next(iter(self._free)))
+      slot = opened.slot
+      # Those who come next may be admitted before this one's missing tokens.
+      kept = shared if slot == source else 0
+      self._current[slot] = True
+      self._shareable[slot] = kept if shared else len(tokens) - 1
+      admissions.append(self._admission(opened, source, shared))
+    return admissions
+
+  def forget_caches(self) -> None:
+    """Shares nothing that was computed so far: the weights are new."""
+    self._current[:] = False
+    self._shareable[:] = 0
+
+  def _longest_prefix(self, tokens: np.ndarray) -> tuple[int, int]:
+    """The slot whose shareable entries begin with most of these tokens.
+
+    Free slots come first among equals. The last token is not looked for: the
+    decode step computes it anyway. Linear in slots times tokens.
+    """
+    least, most = self._min_shared, len(tokens) - 1
+    if not 0 < least <= most:
+      return 0, 0
+    slots = np.flatnonzero(self._shareable >= least)
+    begin = (self._tokens[slots, :least] == tokens[:least]).all(axis=1)
+    slots = slots[begin]
+    if not len(slots):
+      return 0, 0
+    differs = self._tokens[slots, :most] != tokens[:most]
+    common = np.where(differs.any(axis=1), differs.argmax(axis=1), most)
+    common = np.minimum(common, self._shareable[slots])
+    best = int(np.argmax(2 * common + ~self._occupied[slots]))
+    return int(slots[best]), int(common[best])
+
+  def tokens_so_far(self, opened: OpenRequest) -> np.ndarray:
+    """The request's prompt and what was sampled for it."""
+    if opened.slot < 0:
+      return np.asarray(opened.request.tokens)
+    return self._tokens[opened.slot, : self._length[opened.slot]]
+
+  def _place(self, opened: OpenRequest, slot: int) -> None:
     """Gives a free slot to a request."""
-    assert self._owners[slot] is None, f"slot {slot} is taken"
+    del self._free[slot]
     prompt = opened.request.tokens
     opened.slot = slot
     self._owners[slot] = opened
@@ -94,10 +181,12 @@ class SlotTable:
     assert self.holds(opened), f"{opened} has no slot"
     self._owners[opened.slot] = None
     self._occupied[opened.slot] = False
+    self._free[opened.slot] = None
     return opened.slot
 
-  def admission(self, opened: OpenRequest) -> decoding.Admission:
-    """What the engine needs to begin, or to go on, with a request."""
+  def _admission(
+    self, opened: OpenRequest, source: int, shared: int
+  ) -> decoding.Admission:
     slot = opened.slot
     sampled = self._length[slot] - self._prompt_length[slot]
     return decoding.Admission(
@@ -105,6 +194,8 @@ class SlotTable:
       tokens=self._tokens[slot, : self._length[slot]],
       budget=opened.max_tokens - int(sampled),
       request=opened.request,
+      source=source,
+      shared=shared,
     )
 
   def record(self, result: decoding.Result) -> int:
@@ -122,6 +213,7 @@ class SlotTable:
     self._topk_ids[rows, at] = result.topk_ids[rows, step]
     self._topk_logp[rows, at] = result.topk_logp[rows, step]
     self._length += counts
+    self._shareable = np.where(self._current, self._length - 1, 0)
     return len(rows)
 
   def ended(
@@ -135,14 +227,28 @@ class SlotTable:
       if (opened := self._owners[slot]) is not None
     ]
 
-  def stream(self, result: decoding.Result) -> None:
-    """Sends recorded tokens to clients of JetStream's own service."""
+  def stream(self, result: decoding.Result, outbox: "Outbox") -> None:
+    """Hands recorded tokens to those who want every dispatch's."""
     for opened in self.running:
-      if opened.future is None:
-        end = int(self._length[opened.slot])
-        start = end - int(result.counts[opened.slot])
-        tokens = self._tokens[opened.slot, start:end].tolist()
+      if opened.ended or not (opened.client is None or opened.client.streams):
+        continue
+      slot = opened.slot
+      count = int(result.counts[slot])
+      if opened.client is None:
+        tokens = result.tokens[slot, :count].tolist()
         opened.enqueue_samples([ReturnSample(text=[], token_ids=tokens)])
+      elif count:
+        standing = int(result.standing[slot])
+        has_head = result.topk_ids.shape[2] > 0
+        chunk = Chunk(
+          tokens=result.tokens[slot, :count],
+          logp=result.logp[slot, :count],
+          version=result.version,
+          stop_reason=_REASONS.get(standing),
+          topk_ids=result.topk_ids[slot, :count] if has_head else None,
+          topk_logp=result.topk_logp[slot, :count] if has_head else None,
+        )
+        outbox.post(opened, chunk)
 
   def _completion(self, slot: int, reason: StopReason) -> Completion:
     sampled = slice(int(self._prompt_length[slot]), int(self._length[slot]))
@@ -164,12 +270,14 @@ class Outbox:
   def __init__(self):
     self._batches: dict[asyncio.AbstractEventLoop, list] = {}
 
-  def post(self, opened: OpenRequest, outcome: Completion | Exception) -> None:
-    """Marks a request as ended and notes its outcome for `deliver`."""
-    opened.ended = True
-    if opened.future is not None:
-      batch = self._batches.setdefault(opened.future.get_loop(), [])
-      batch.append((opened.future, outcome))
+  def post(
+    self, opened: OpenRequest, outcome: Completion | Chunk | Exception
+  ) -> None:
+    """Notes an outcome for `deliver`; the last one ends the request."""
+    opened.ended = not isinstance(outcome, Chunk) or bool(outcome.stop_reason)
+    if opened.client is not None:
+      batch = self._batches.setdefault(opened.client.loop, [])
+      batch.append((opened.client.receive, outcome))
     elif isinstance(outcome, Exception):
       opened.return_channel.set_exception(outcome)
     else:
@@ -188,10 +296,5 @@ class Outbox:
 
 def _resolve(batch: list) -> None:
   """Runs in the clients' loop."""
-  for future, outcome in batch:
-    if future.done():
-      continue
-    if isinstance(outcome, Exception):
-      future.set_exception(outcome)
-    else:
-      future.set_result(outcome)
+  for receive, outcome in batch:
+    receive(outcome)

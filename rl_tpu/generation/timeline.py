@@ -25,6 +25,8 @@ class Counters:
   """Sampled tokens."""
   prompts: int = 0
   """Requests prefilled, not counting interrupted ones."""
+  shared_tokens: int = 0
+  """Of their tokens, those whose keys and values another slot had already."""
   completions: int = 0
   """Requests that ended by themselves."""
   cancellations: int = 0

@@ -324,6 +324,29 @@ class Policy:
     _, keys_values = self._layers(params, x, positions, attend)
     return keys_values
 
+  def extend(
+    self,
+    params: Params,
+    tokens: Int[Array, "S T"],
+    starts: Int[Array, " S"],
+    keys: Float[Array, "L S C K h"],
+    values: Float[Array, "L S C K h"],
+  ) -> tuple[Float[Array, "L S T K h"], Float[Array, "L S T K h"]]:
+    """Keys and values of tokens that continue a cache, right-padded.
+
+    Row s goes on at position starts[s]; the entries before it count. Cost is
+    linear in S * T * (C + T).
+    """
+    positions = starts[:, None] + jnp.arange(tokens.shape[1])
+
+    def attend(cache, q, k, v):
+      cached_keys, cached_values = cache
+      return _attend_extended(q, k, v, cached_keys, cached_values, starts)
+
+    x = self._embed(params, tokens, "slots")
+    _, new = self._layers(params, x, positions, attend, (keys, values))
+    return new
+
   def decode(
     self,
     params: Params,
@@ -380,6 +403,33 @@ def _attend_packed(cache, q, k, v, *, trajectory_ids):
   same = trajectory_ids[:, :, None] == trajectory_ids[:, None, :]
   mask = (causal & same)[:, None]
   return jax.nn.dot_product_attention(q, k, v, mask=mask)
+
+
+def _attend_extended(
+  q: Float[Array, "S T H h"],
+  k: Float[Array, "S T K h"],
+  v: Float[Array, "S T K h"],
+  keys: Float[Array, "S C K h"],
+  values: Float[Array, "S C K h"],
+  starts: Int[Array, " S"],
+) -> Float[Array, "S T H h"]:
+  """Attention of new tokens to a cache's first entries, and causally."""
+  slots, new = q.shape[:2]
+  causal = jnp.tril(jnp.ones((new, new), bool))
+  seen = jnp.arange(keys.shape[1]) < starts[:, None]
+  mask = jnp.concatenate(
+    [
+      jnp.broadcast_to(seen[:, None], (slots, new, keys.shape[1])),
+      jnp.broadcast_to(causal, (slots, new, new)),
+    ],
+    axis=-1,
+  )
+  return jax.nn.dot_product_attention(
+    q,
+    jnp.concatenate([keys.astype(k.dtype), k], axis=1),
+    jnp.concatenate([values.astype(v.dtype), v], axis=1),
+    mask=mask[:, None],
+  )
 
 
 def _attend_cached(

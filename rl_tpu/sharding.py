@@ -126,6 +126,12 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
   return jax.lax.with_sharding_constraint(x, partition_spec(axes))
 
 
+def on_tpu() -> bool:
+  """Whether the mesh in force is one of TPUs, real or described."""
+  device = jax.sharding.get_abstract_mesh().abstract_device
+  return device is not None and device.platform == "tpu"
+
+
 def reshard(tree: Any, shardings: Any) -> Any:
   """Copies a tree of arrays to other shardings, also on other devices.
 

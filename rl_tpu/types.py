@@ -76,8 +76,8 @@ class Sampling:
   @property
   def filtered(self) -> bool:
     """Whether the distribution sampled from has a smaller support."""
-    barred = self.min_tokens > 0 and bool(self.stop_ids)
-    return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0 or barred
+    least = self.min_tokens > 0
+    return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0 or least
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

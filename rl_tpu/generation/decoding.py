@@ -335,20 +335,30 @@ def decode(
   identity = state.rows[:, _IDENTITY].astype(jnp.uint32)
   sampling_keys = sampling.identity_keys(*identity.T)
   stop_ids = state.rows[:, _STOP_IDS:]
+  layers, slots, entries, *head = state.keys.shape
+  starts = state.rows[:, 1]
+  before = jnp.arange(entries) < starts[:, None]
+  recent = (jnp.zeros((layers, slots, steps, *head), state.keys.dtype),) * 2
 
-  def one_step(carry, _):
-    keys, values, tokens, positions, budget = carry
+  def one_step(carry, step):
+    recent, tokens, positions, budget = carry
     active = budget > 0
-    logits, new = policy.decode(params, tokens, positions, keys, values)
+    known = jnp.broadcast_to(jnp.arange(steps) < step, (slots, steps))
+    caches = [((state.keys, state.values), before), (recent, known)]
+    logits, new = policy.decode(params, tokens, positions, caches)
     logits = _bar_stop_ids(logits, state.rows, positions, active)
     sampled, logp, head = sampling.sample(
       logits, sampling_keys, positions + 1, settings, active, head_size
     )
     hit = jnp.any(sampled[:, None] == stop_ids, axis=1) & active
-    entry = jnp.where(active, positions, keys.shape[2])
+    recent = tuple(
+      jax.lax.dynamic_update_index_in_dim(
+        cache, fresh.astype(cache.dtype), step, axis=2
+      )
+      for cache, fresh in zip(recent, new, strict=True)
+    )
     carry = (
-      _write(keys, new[0], entry),
-      _write(values, new[1], entry),
+      recent,
       jnp.where(active, sampled, tokens),
       positions + active,
       jnp.where(hit, 0, budget - active),
@@ -357,9 +367,13 @@ def decode(
 
   cursor = state.rows[:, _CURSOR].T
   carry, (emitted, heads) = jax.lax.scan(
-    one_step, (state.keys, state.values, *cursor), length=steps
+    one_step, (recent, *cursor), jnp.arange(steps)
   )
-  keys, values, last, positions, budget = carry
+  recent, last, positions, budget = carry
+  keys, values = (
+    _append(cache, new, starts, positions - starts)
+    for cache, new in zip((state.keys, state.values), recent, strict=True)
+  )
   tokens, valid, logp, hit = (x.T for x in emitted)
   ended = valid[:, 0] & (budget == 0)
   standing = jnp.where(jnp.any(hit, axis=1), STOPPED, EXHAUSTED)
@@ -419,18 +433,39 @@ def _bits(x: Float[Array, "*axes"]) -> Int[Array, "*axes"]:
   return jax.lax.bitcast_convert_type(x, jnp.int32)
 
 
-def _write(
+def _append(
   cache: Float[Array, "L S C K h"],
-  new: Float[Array, "L S K h"],
-  entry: Int[Array, " S"],
+  new: Float[Array, "L S n K h"],
+  starts: Int[Array, " S"],
+  counts: Int[Array, " S"],
 ) -> Float[Array, "L S C K h"]:
-  """Writes one entry a slot, out-of-range ones nowhere.
+  """Writes the first counts[s] entries of `new` behind those of each slot.
 
-  Slots are a batch dimension of the scatter, so it stays local to the devices
-  that hold them.
+  On TPUs by a product and a choice, which pass over the cache once: a scatter
+  would change its layout and back.
   """
+  if not sharding.on_tpu():
+    return _scatter(cache, new, starts, counts)
+  entry = jnp.arange(cache.shape[2]) - starts[:, None]
+  place = jax.nn.one_hot(entry, new.shape[2], dtype=new.dtype)
+  moved = jnp.einsum("scn,lsnkh->lsckh", place, new, precision="highest")
+  written = (entry >= 0) & (entry < counts[:, None])
+  return jnp.where(written[None, :, :, None, None], moved, cache)
+
+
+def _scatter(
+  cache: Float[Array, "L S C K h"],
+  new: Float[Array, "L S n K h"],
+  starts: Int[Array, " S"],
+  counts: Int[Array, " S"],
+) -> Float[Array, "L S C K h"]:
+  """Slots are a batch dimension, so it stays local to their devices."""
+  step = jnp.arange(new.shape[2])
+  entry = jnp.where(
+    step < counts[:, None], starts[:, None] + step, cache.shape[2]
+  )
   dimensions = jax.lax.ScatterDimensionNumbers(
-    update_window_dims=(0, 2, 3),
+    update_window_dims=(0, 3, 4),
     inserted_window_dims=(2,),
     scatter_dims_to_operand_dims=(2,),
     operand_batching_dims=(1,),
@@ -438,10 +473,9 @@ def _write(
   )
   return jax.lax.scatter(
     cache,
-    entry[:, None],
-    new.astype(cache.dtype),
+    entry[..., None],
+    new,
     dimensions,
-    indices_are_sorted=True,
     unique_indices=True,
     mode=jax.lax.GatherScatterMode.FILL_OR_DROP,
   )

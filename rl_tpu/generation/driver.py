@@ -235,6 +235,10 @@ class GenerationDriver(orchestrator.Driver):
     with self._changed:
       self._refuse_when_dead()
       newest = self._pending or self._weights
+      if weights.version >= 2**31:
+        raise ValueError(
+          f"weights have version {weights.version}; it must be < 2**31"
+        )
       if newest is not None and weights.version <= newest.version:
         raise ValueError(
           f"weights have version {weights.version}; it must be greater than "

@@ -434,6 +434,12 @@ class PolicyEngine(engine_api.Engine):
         f"a request has {len(request.sampling.stop_ids)} stop ids; at most "
         f"{config.max_stop_ids} are allowed (max_stop_ids)"
       )
+    sampling = request.sampling
+    numbers = (sampling.top_k, sampling.min_tokens, *sampling.stop_ids)
+    if any(not -(2**30) <= number < 2**30 for number in numbers):
+      raise ValueError(
+        f"top_k, min_tokens and stop_ids are {numbers}; each must be < 2**30"
+      )
     for name in ("seed", "prompt_index", "member"):
       if not 0 <= getattr(request, name) < 2**32:
         raise ValueError(

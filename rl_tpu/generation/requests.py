@@ -229,24 +229,31 @@ class SlotTable:
 
   def stream(self, result: decoding.Result, outbox: "Outbox") -> None:
     """Hands recorded tokens to those who want every dispatch's."""
-    for opened in self.running:
-      if opened.ended or not (opened.client is None or opened.client.streams):
-        continue
+    wanting = [
+      opened
+      for opened in self.running
+      if not opened.ended and (opened.client is None or opened.client.streams)
+    ]
+    if not wanting:
+      return
+    tokens, logp = result.tokens, result.logp
+    ids, head_logp = result.topk_ids, result.topk_logp
+    counts, standing = result.counts.tolist(), result.standing.tolist()
+    has_head = ids.shape[2] > 0
+    for opened in wanting:
       slot = opened.slot
-      count = int(result.counts[slot])
+      count = counts[slot]
       if opened.client is None:
-        tokens = result.tokens[slot, :count].tolist()
-        opened.enqueue_samples([ReturnSample(text=[], token_ids=tokens)])
+        sampled = tokens[slot, :count].tolist()
+        opened.enqueue_samples([ReturnSample(text=[], token_ids=sampled)])
       elif count:
-        standing = int(result.standing[slot])
-        has_head = result.topk_ids.shape[2] > 0
         chunk = Chunk(
-          tokens=result.tokens[slot, :count],
-          logp=result.logp[slot, :count],
+          tokens=tokens[slot, :count],
+          logp=logp[slot, :count],
           version=result.version,
-          stop_reason=_REASONS.get(standing),
-          topk_ids=result.topk_ids[slot, :count] if has_head else None,
-          topk_logp=result.topk_logp[slot, :count] if has_head else None,
+          stop_reason=_REASONS.get(standing[slot]),
+          topk_ids=ids[slot, :count] if has_head else None,
+          topk_logp=head_logp[slot, :count] if has_head else None,
         )
         outbox.post(opened, chunk)
 

@@ -1,7 +1,8 @@
 """The decoder of the Qwen and Llama family, for learner and generator alike.
 
 Pre-norm blocks with RMSNorm, rotary positions, grouped-query attention
-(optional RMSNorm on q and k, as in Qwen3) and SwiGLU; tied or untied head.
+(optional RMSNorm on q and k, as in Qwen3, or biases, as in Qwen2) and SwiGLU;
+tied or untied head.
 Layers are stacked and scanned, so compile time does not grow with depth.
 
 The Flax modules describe the weights and what a layer does. `Policy` binds a
@@ -15,15 +16,17 @@ of keys and values, h head size, V vocabulary.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from rl_tpu import sharding
+from rl_tpu.models import attention
+from rl_tpu.models.rotary import Scaling, rotary
 
 Params = dict[str, Any]
 KeysValues = tuple[jax.Array, jax.Array]
@@ -49,10 +52,15 @@ class Config:
   """Hidden units of the feed-forward block."""
   rope_theta: float = 1e6
   """Base of the rotary frequencies."""
+  rope_scaling: Scaling | None = None
+  """Of the rotary frequencies, for longer contexts (Llama 3.1, YaRN)."""
   norm_eps: float = 1e-6
   """Added to the mean square in RMSNorm."""
   qk_norm: bool = True
   """RMSNorm on each query and key head (Qwen3)."""
+  attention_bias: Literal["qkv", "qkvo"] | None = None
+  """Projections with a bias: of query, key and value (Qwen2), or of the output
+  too."""
   tied: bool = True
   """The head is the transposed embedding."""
   compute_dtype: str = "float32"
@@ -71,6 +79,11 @@ class Config:
       )
     if self.head_dim % 2:
       raise ValueError(f"head_dim is {self.head_dim}; it must be even")
+    if self.attention_bias not in ("qkv", "qkvo", None):
+      raise ValueError(
+        f"attention_bias is {self.attention_bias!r}; "
+        "it must be 'qkv', 'qkvo' or None"
+      )
     if self.compute_dtype not in ("float32", "bfloat16"):
       raise ValueError(
         f"compute_dtype is {self.compute_dtype!r}; "
@@ -130,6 +143,11 @@ def _weight(rngs: nnx.Rngs, shape, axes: sharding.LogicalAxes, fan_in: int):
   return nnx.Param(value, logical_axes=axes)
 
 
+def _bias(*shape: int):
+  """A float32 bias of zeros, whole on every device; like norms, not decayed."""
+  return nnx.Param(jnp.zeros(shape), logical_axes=(None,) * len(shape))
+
+
 class RMSNorm(nnx.Module):
   """x / rms(x) * scale over the last axis, computed in float32."""
 
@@ -145,19 +163,6 @@ class RMSNorm(nnx.Module):
     return (normed * self.scale[...]).astype(x.dtype)
 
 
-def rotary(
-  x: Float[Array, "... heads h"], positions: Int[Array, "..."], theta: float
-) -> Float[Array, "... heads h"]:
-  """Rotates pairs (i, i + h/2) by position * theta^(-2i/h) (RoFormer)."""
-  half = x.shape[-1] // 2
-  frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-  angle = positions[..., None, None].astype(jnp.float32) * frequency
-  sin, cos = jnp.sin(angle), jnp.cos(angle)
-  first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-  turned = (first * cos - second * sin, second * cos + first * sin)
-  return jnp.concatenate(turned, axis=-1).astype(x.dtype)
-
-
 class Attention(nnx.Module):
   """The projections around attention; the caller says who attends to whom."""
 
@@ -168,6 +173,12 @@ class Attention(nnx.Module):
     self.key = _weight(rngs, (d, kv_heads, h), ("embed", "kv_heads", None), d)
     self.value = _weight(rngs, (d, kv_heads, h), ("embed", "kv_heads", None), d)
     self.out = _weight(rngs, (heads, h, d), ("heads", None, "embed"), heads * h)
+    if config.attention_bias:
+      self.query_bias = _bias(heads, h)
+      self.key_bias = _bias(kv_heads, h)
+      self.value_bias = _bias(kv_heads, h)
+    if config.attention_bias == "qkvo":
+      self.out_bias = _bias(d)
     if config.qk_norm:
       self.query_norm = RMSNorm(h, config.norm_eps)
       self.key_norm = RMSNorm(h, config.norm_eps)
@@ -180,16 +191,21 @@ class Attention(nnx.Module):
     attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
   ) -> tuple[Float[Array, "... D"], KeysValues]:
     """Mixes tokens; returns the new keys and values beside the output."""
-    q = jnp.einsum("...d,dnh->...nh", x, self.query[...].astype(x.dtype))
-    k = jnp.einsum("...d,dnh->...nh", x, self.key[...].astype(x.dtype))
-    v = jnp.einsum("...d,dnh->...nh", x, self.value[...].astype(x.dtype))
+    q = self._project("query", "...d,dnh->...nh", x)
+    k = self._project("key", "...d,dnh->...nh", x)
+    v = self._project("value", "...d,dnh->...nh", x)
     if self.config.qk_norm:
       q, k = self.query_norm(q), self.key_norm(k)
-    q = rotary(q, positions, self.config.rope_theta)
-    k = rotary(k, positions, self.config.rope_theta)
+    q = rotary(q, positions, self.config.rope_theta, self.config.rope_scaling)
+    k = rotary(k, positions, self.config.rope_theta, self.config.rope_scaling)
     mixed = attend(q, k, v)
-    out = jnp.einsum("...nh,nhd->...d", mixed, self.out[...].astype(x.dtype))
-    return out, (k, v)
+    return self._project("out", "...nh,nhd->...d", mixed), (k, v)
+
+  def _project(self, name: str, equation: str, x: jax.Array) -> jax.Array:
+    """Applies a weight, and its bias if it has one."""
+    y = jnp.einsum(equation, x, getattr(self, name)[...].astype(x.dtype))
+    bias = getattr(self, f"{name}_bias", None)
+    return y if bias is None else y + bias[...].astype(x.dtype)
 
 
 class FeedForward(nnx.Module):
@@ -294,7 +310,10 @@ class Policy:
     trajectory_ids: Int[Array, "R T"],
   ) -> Float[Array, "R T D"]:
     """Final hidden states of packed rows; no token sees another trajectory."""
-    attend = functools.partial(_attend_packed, trajectory_ids=trajectory_ids)
+
+    def attend(_, q, k, v):
+      return attention.packed(q, k, v, trajectory_ids)
+
     x = self._embed(params, tokens, "rows")
     x, _ = self._layers(params, x, positions, attend)
     return self._final_norm(params, x)
@@ -319,7 +338,10 @@ class Policy:
     """
     ids = jnp.zeros_like(tokens)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    attend = functools.partial(_attend_packed, trajectory_ids=ids)
+
+    def attend(_, q, k, v):
+      return attention.packed(q, k, v, ids)
+
     x = self._embed(params, tokens, "slots")
     _, keys_values = self._layers(params, x, positions, attend)
     return keys_values
@@ -341,7 +363,7 @@ class Policy:
 
     def attend(cache, q, k, v):
       cached_keys, cached_values = cache
-      return _attend_extended(q, k, v, cached_keys, cached_values, starts)
+      return attention.extended(q, k, v, cached_keys, cached_values, starts)
 
     x = self._embed(params, tokens, "slots")
     _, new = self._layers(params, x, positions, attend, (keys, values))
@@ -352,22 +374,23 @@ class Policy:
     params: Params,
     tokens: Int[Array, " S"],
     positions: Int[Array, " S"],
-    keys: Float[Array, "L S C K h"],
-    values: Float[Array, "L S C K h"],
-  ) -> tuple[Float[Array, "S V"], tuple[jax.Array, jax.Array]]:
-    """One token a slot against its cache.
+    caches: Sequence[tuple[KeysValues, Bool[Array, "S C"]]],
+  ) -> tuple[Float[Array, "S V"], KeysValues]:
+    """One token a slot against its caches, each of a size of its own.
 
-    The cache is only read: entries before `positions` count, and the token's
-    own key and value ([L, S, K, h]) come back to be written once for all
-    layers. Cost is linear in S * C.
+    A cache is keys and values ([L, S, C, K, h]), and which entries count. It is
+    only read: the token's own key and value ([L, S, K, h]) come back to be
+    written once for all layers. Cost is linear in S * C.
     """
+    keys_values = [cache for cache, _ in caches]
+    seen = [counted for _, counted in caches]
 
-    def attend(cache, q, k, v):
-      cached_keys, cached_values = cache
-      return _attend_cached(q, k, v, cached_keys, cached_values, positions)
+    def attend(layer, q, k, v):
+      read = [(*kv, counted) for kv, counted in zip(layer, seen, strict=True)]
+      return attention.one_token(q, k, v, read)
 
     x = self._embed(params, tokens, "slots")
-    x, new = self._layers(params, x, positions, attend, (keys, values))
+    x, new = self._layers(params, x, positions, attend, keys_values)
     return self.logits(params, self._final_norm(params, x)), new
 
   def _embed(self, params, tokens, axis):
@@ -393,63 +416,3 @@ class Policy:
       return block(x, positions, functools.partial(attend, layer_cache))
 
     return jax.lax.scan(body, x, (stacked, cache))
-
-
-def _attend_packed(cache, q, k, v, *, trajectory_ids):
-  """Causal attention inside each trajectory of a row; there is no cache."""
-  del cache
-  length = q.shape[1]
-  causal = jnp.tril(jnp.ones((length, length), bool))
-  same = trajectory_ids[:, :, None] == trajectory_ids[:, None, :]
-  mask = (causal & same)[:, None]
-  return jax.nn.dot_product_attention(q, k, v, mask=mask)
-
-
-def _attend_extended(
-  q: Float[Array, "S T H h"],
-  k: Float[Array, "S T K h"],
-  v: Float[Array, "S T K h"],
-  keys: Float[Array, "S C K h"],
-  values: Float[Array, "S C K h"],
-  starts: Int[Array, " S"],
-) -> Float[Array, "S T H h"]:
-  """Attention of new tokens to a cache's first entries, and causally."""
-  slots, new = q.shape[:2]
-  causal = jnp.tril(jnp.ones((new, new), bool))
-  seen = jnp.arange(keys.shape[1]) < starts[:, None]
-  mask = jnp.concatenate(
-    [
-      jnp.broadcast_to(seen[:, None], (slots, new, keys.shape[1])),
-      jnp.broadcast_to(causal, (slots, new, new)),
-    ],
-    axis=-1,
-  )
-  return jax.nn.dot_product_attention(
-    q,
-    jnp.concatenate([keys.astype(k.dtype), k], axis=1),
-    jnp.concatenate([values.astype(v.dtype), v], axis=1),
-    mask=mask[:, None],
-  )
-
-
-def _attend_cached(
-  q: Float[Array, "S H h"],
-  k: Float[Array, "S K h"],
-  v: Float[Array, "S K h"],
-  keys: Float[Array, "S C K h"],
-  values: Float[Array, "S C K h"],
-  positions: Int[Array, " S"],
-) -> Float[Array, "S H h"]:
-  """Attention of one token to its cache and to itself, softmax in float32."""
-  slots, heads, size = q.shape
-  grouped = q.reshape(slots, k.shape[1], heads // k.shape[1], size)
-  wide = {"preferred_element_type": jnp.float32}
-  cached = jnp.einsum("skgh,sckh->skgc", grouped, keys, **wide)
-  itself = jnp.einsum("skgh,skh->skg", grouped, k, **wide)
-  seen = jnp.arange(keys.shape[1]) < positions[:, None]
-  cached = jnp.where(seen[:, None, None, :], cached, -jnp.inf)
-  scores = jnp.concatenate([cached, itself[..., None]], axis=-1)
-  weights = jax.nn.softmax(scores / math.sqrt(size), axis=-1).astype(q.dtype)
-  mixed = jnp.einsum("skgc,sckh->skgh", weights[..., :-1], values)
-  mixed += weights[..., -1:] * v[:, :, None, :]
-  return mixed.reshape(slots, heads, size)

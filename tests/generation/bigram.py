@@ -54,7 +54,7 @@ class Bigram:
     empty = jnp.zeros((1, *tokens.shape, 1, 2))
     return empty, empty
 
-  def decode(self, params, tokens, positions, keys, values):
+  def decode(self, params, tokens, positions, caches):
     empty = jnp.zeros((1, len(tokens), 1, 2))
     return params["table"][tokens], (empty, empty)
 

@@ -83,9 +83,9 @@ def test_cached_decode_equals_the_full_forward(kv_heads):
   unwritten = jnp.arange(9)[None, :] >= lengths[:, None]
   garbage = jnp.where(unwritten[None, :, :, None, None], 1e3, 0.0)
   own = tokens[jnp.arange(3), lengths]
-  got, new = policy.decode(
-    params, own, lengths, keys + garbage, values + garbage
-  )
+  seen = jnp.arange(9) < lengths[:, None]
+  cache = (keys + garbage, values + garbage)
+  got, new = policy.decode(params, own, lengths, [(cache, seen)])
   np.testing.assert_allclose(got, expected[jnp.arange(3), lengths], atol=1e-4)
   whole_keys = keys[:, jnp.arange(3), lengths]
   np.testing.assert_allclose(new[0], whole_keys, atol=1e-5)

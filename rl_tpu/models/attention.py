@@ -1,0 +1,156 @@
+"""Who attends to whom: packed rows, the continuation of a cache, one token.
+
+    out_t = sum_s softmax_s(q_t . k_s / sqrt(h)) v_s
+
+over the tokens s that t may see, each group of H/K query heads sharing a head
+of keys and values (grouped-query attention, Ainslie et al. 2023).
+
+Packed rows are what the learner spends its attention on. On TPUs they go
+through JAX's splash kernel, which never holds [T, T] and skips the blocks above
+the diagonal; elsewhere, or where a row is no multiple of the kernel's lanes,
+through `jax.nn.dot_product_attention`.
+
+Axes: R rows, T tokens, S slots, C cache entries, n tokens of one dispatch,
+H heads, K heads of keys and values, h head size.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+  splash_attention_kernel as splash,
+)
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+  splash_attention_mask as splash_masks,
+)
+from jaxtyping import Array, Bool, Float, Int
+
+from rl_tpu import sharding
+
+_LANES = 128
+"""Rows and heads that splash takes are multiples of this."""
+_BLOCK, _BACKWARD_BLOCK = 512, 1024
+"""Largest tiles of splash; larger ones of the backward pass write fewer
+partial gradients of q, and no longer fit VMEM."""
+
+
+def packed(
+  q: Float[Array, "R T H h"],
+  k: Float[Array, "R T K h"],
+  v: Float[Array, "R T K h"],
+  trajectory_ids: Int[Array, "R T"],
+) -> Float[Array, "R T H h"]:
+  """Causal attention inside each trajectory of a row."""
+  length, size = q.shape[1], q.shape[3]
+  if sharding.on_tpu() and length % _LANES == 0 and size % _LANES == 0:
+    return splash_packed(q, k, v, trajectory_ids)
+  causal = jnp.tril(jnp.ones((length, length), bool))
+  same = trajectory_ids[:, :, None] == trajectory_ids[:, None, :]
+  mask = (causal & same)[:, None]
+  return jax.nn.dot_product_attention(q, k, v, mask=mask)
+
+
+def splash_packed(q, k, v, trajectory_ids, interpret=False):
+  """`packed` by the TPU kernel: each device its own rows and heads."""
+  length = q.shape[1]
+  block = math.gcd(_BLOCK, length)
+  backward = math.gcd(_BACKWARD_BLOCK, length)
+  sizes = splash.BlockSizes(
+    block_q=block,
+    block_kv=block,
+    block_q_dkv=block,
+    block_kv_dkv=backward,
+    block_kv_dkv_compute=block,
+    use_fused_bwd_kernel=True,
+  )
+
+  def local(q, k, v, ids):
+    causal = splash_masks.CausalMask((length, length))
+    kernel = splash.make_splash_mha(
+      splash_masks.MultiHeadMask([causal] * q.shape[1]),
+      head_shards=1,
+      q_seq_shards=1,
+      block_sizes=sizes,
+      interpret=interpret,
+    )
+    return jax.vmap(kernel)(q, k, v, splash.SegmentIds(q=ids, kv=ids))
+
+  q = q * (1 / math.sqrt(q.shape[-1]))
+  q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+  by_device = local
+  if not jax.sharding.get_abstract_mesh().empty:
+    by_heads = sharding.partition_spec(("rows", "heads", None, None))
+    by_kv_heads = sharding.partition_spec(("rows", "kv_heads", None, None))
+    by_device = jax.shard_map(
+      local,
+      in_specs=(
+        *(by_heads, by_kv_heads, by_kv_heads),
+        sharding.partition_spec(("rows", None)),
+      ),
+      out_specs=by_heads,
+      check_vma=False,
+    )
+  mixed: Any = by_device(q, k, v, trajectory_ids)
+  return mixed.swapaxes(1, 2)
+
+
+def extended(
+  q: Float[Array, "S T H h"],
+  k: Float[Array, "S T K h"],
+  v: Float[Array, "S T K h"],
+  keys: Float[Array, "S C K h"],
+  values: Float[Array, "S C K h"],
+  starts: Int[Array, " S"],
+) -> Float[Array, "S T H h"]:
+  """Attention of new tokens to a cache's first entries, and causally."""
+  slots, new = q.shape[:2]
+  causal = jnp.tril(jnp.ones((new, new), bool))
+  seen = jnp.arange(keys.shape[1]) < starts[:, None]
+  mask = jnp.concatenate(
+    [
+      jnp.broadcast_to(seen[:, None], (slots, new, keys.shape[1])),
+      jnp.broadcast_to(causal, (slots, new, new)),
+    ],
+    axis=-1,
+  )
+  return jax.nn.dot_product_attention(
+    q,
+    jnp.concatenate([keys.astype(k.dtype), k], axis=1),
+    jnp.concatenate([values.astype(v.dtype), v], axis=1),
+    mask=mask[:, None],
+  )
+
+
+def one_token(
+  q: Float[Array, "S H h"],
+  k: Float[Array, "S K h"],
+  v: Float[Array, "S K h"],
+  caches: list[
+    tuple[Float[Array, "S C K h"], Float[Array, "S C K h"], Bool[Array, "S C"]]
+  ],
+) -> Float[Array, "S H h"]:
+  """Attention of one token a slot to caches and to itself.
+
+  A cache is keys, values, and which entries count. The softmax is over all of
+  them together, in float32. Cost is linear in the entries, counted or not.
+  """
+  slots, heads, size = q.shape
+  grouped = q.reshape(slots, k.shape[1], heads // k.shape[1], size)
+  wide = {"preferred_element_type": jnp.float32}
+  scores = []
+  for keys, _, seen in caches:
+    score = jnp.einsum("skgh,sckh->skgc", grouped, keys, **wide)
+    scores.append(jnp.where(seen[:, None, None, :], score, -jnp.inf))
+  itself = jnp.einsum("skgh,skh->skg", grouped, k, **wide)
+  scores = jnp.concatenate([*scores, itself[..., None]], axis=-1)
+  weights = jax.nn.softmax(scores / math.sqrt(size), axis=-1).astype(q.dtype)
+  mixed = weights[..., -1:] * v[:, :, None, :]
+  first = 0
+  for keys, values, _ in caches:
+    last = first + keys.shape[1]
+    own = weights[..., first:last]
+    mixed += jnp.einsum("skgc,sckh->skgh", own, values)
+    first = last
+  return mixed.reshape(slots, heads, size)

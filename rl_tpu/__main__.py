@@ -21,10 +21,13 @@ commands:
   sft       only the supervised warm start that train begins with, cached
   value     only the value pretraining after it (sao, vapo), cached
   evaluate  held-out accuracy of the newest checkpoint of a run
+  serve     the generator as a network service, with the newest checkpoint
+  export    the newest checkpoint as a folder that transformers loads
   report    draw a run's figure again: run.png in its directory
 
 FILE defines get_config(ARG); see experiments/quickstart.py. Any field can be
 set, for example --config.seed=1 --config.learner.learning_rate=1e-4.
+--port=N is short for --config.serve.port=N.
 """
 
 
@@ -78,8 +81,13 @@ def _read_config(arguments: list[str]):
   from rl_tpu.config import ConfigError, build
 
   values = flags.FlagValues()
+  short, whole = "--port=", "--config.serve.port="
+  arguments = [
+    whole + a.removeprefix(short) if a.startswith(short) else a
+    for a in arguments
+  ]
   config = config_flags.DEFINE_config_file(
-    "config", lock_config=True, flag_values=values
+    "config", lock_config=True, flag_values=values, sys_argv=arguments
   )
   try:
     rest = values(arguments)[1:]
@@ -141,6 +149,20 @@ def _evaluate(config) -> dict[str, Any]:
   return train.evaluate_newest(config, View(0))
 
 
+def _serve(config) -> dict[str, Any]:
+  from rl_tpu import serve
+  from rl_tpu.view import View
+
+  return serve.run(config, View(0))
+
+
+def _export(config) -> dict[str, Any]:
+  from rl_tpu import export
+  from rl_tpu.view import View
+
+  return export.run(config, View(0))
+
+
 def _report(config) -> dict[str, Any]:
   from rl_tpu import report
 
@@ -152,6 +174,8 @@ COMMANDS: dict[str, Callable[[Any], dict[str, Any]]] = {
   "sft": _sft,
   "value": _value,
   "evaluate": _evaluate,
+  "serve": _serve,
+  "export": _export,
   "report": _report,
 }
 

@@ -158,6 +158,21 @@ def restore_params(directory: str | os.PathLike, abstract: Any) -> Any:
     )
 
 
+def restore_run_params(version: str | os.PathLike, abstract: Any) -> Any:
+  """Reads the weights alone out of one version of a run."""
+  wanted = {"params": abstract}
+  with ocp.PyTreeCheckpointer() as checkpointer:
+    state = checkpointer.restore(
+      pathlib.Path(version).absolute() / "state",
+      args=ocp.args.PyTreeRestore(
+        wanted,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
+        partial_restore=True,
+      ),
+    )
+  return state["params"]
+
+
 def pack_groups(groups: Sequence[Group]) -> tuple[dict[str, np.ndarray], list]:
   """Groups as flat arrays and a JSON-able list of what is not an array."""
   trajectories = [t for group in groups for t in group.trajectories]

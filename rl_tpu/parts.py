@@ -33,12 +33,13 @@ from rl_tpu import critic as critics
 from rl_tpu.config import Choice, ConfigError, differences, to_json
 from rl_tpu.generation import driver as drivers
 from rl_tpu.generation import engine as engines
-from rl_tpu.models import tokenizer, transformer
+from rl_tpu.generation import server as servers
+from rl_tpu.models import huggingface, tokenizer, transformer
 from rl_tpu.types import Sampling
 from rl_tpu.view import View
 
-_PLACES = ("directory", "cache")
-"""Fields that say where a run lives; a copy of it may live elsewhere."""
+_PLACES = ("directory", "cache", "serve", "export")
+"""Fields that say where a run lives and goes to, not what it computes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,6 +94,9 @@ class Config:
   """The loss, by name."""
   model: transformer.Config
   """Sizes of the policy."""
+  pretrained: str | None = None
+  """Folder in Hugging Face's format whose weights and tokenizer the run starts
+  from; `model` must be its `huggingface.read_config`, compute dtype aside."""
   sampling: Sampling = dataclasses.field(default_factory=Sampling)
   """How training tokens are drawn; stop ids are the tokenizer's if empty."""
   learner: learner.Config
@@ -113,6 +117,12 @@ class Config:
   """Batches between checkpoints, >= 1; the last batch has one anyway."""
   checkpoints_kept: int = 2
   """Newest checkpoints that stay on disk, >= 1."""
+  serve: servers.Config = dataclasses.field(default_factory=servers.Config)
+  """Of the command `serve`: address and limits."""
+  export: huggingface.Export = dataclasses.field(
+    default_factory=huggingface.Export
+  )
+  """Of the command `export`."""
 
   def __post_init__(self):
     for name, least in (
@@ -144,6 +154,9 @@ class Config:
         f">= config.engine.context_length, {self.engine.context_length}"
       )
     self._check_head()
+    if self.pretrained is not None:
+      with _refusing("config.pretrained"):
+        huggingface.check(self.pretrained, transformer.Policy(self.model))
     try:
       self.directory.format(**dataclasses.asdict(self))
     except (KeyError, IndexError) as error:
@@ -214,8 +227,20 @@ def _refusing(path: str) -> Iterator[None]:
     yield
   except ConfigError:
     raise
-  except ValueError as error:
+  except (ValueError, FileNotFoundError) as error:
     raise ConfigError(f"{path}: {error}") from error
+
+
+def make_tokenizer(config: Config) -> tokenizer.Tokenizer:
+  """The pretrained model's, or one id for each byte.
+
+  Raises:
+    ConfigError: the folder has none that can be read.
+  """
+  if config.pretrained is None:
+    return tokenizer.ByteTokenizer()
+  with _refusing("config.pretrained"):
+    return huggingface.load_tokenizer(config.pretrained)
 
 
 def make_task(config: Config) -> tuple[envs.Task, dict[str, data.Rows]]:
@@ -225,7 +250,7 @@ def make_task(config: Config) -> tuple[envs.Task, dict[str, data.Rows]]:
     ConfigError: the task's config does not fit, or its questions do not fit
       the sizes of model, generator and evaluation.
   """
-  text = tokenizer.ByteTokenizer()
+  text = make_tokenizer(config)
   with _refusing("config.task"):
     task = envs.get(config.task.name).Task(config.task.config, text)
     rows = data.prepare(task, pathlib.Path(config.cache) / "data")
@@ -272,8 +297,16 @@ def make_driver(
   config: Config,
   mesh: jax.sharding.Mesh,
   on_failure: Callable[[BaseException], None] | None = None,
+  decode_stop_ids: tuple[int, ...] = (),
 ) -> drivers.GenerationDriver:
   """The generator, without weights yet.
+
+  Args:
+    config: of the run.
+    mesh: the generator's.
+    on_failure: is told what ended it.
+    decode_stop_ids: end the answers to JetStream's own clients, who cannot say
+      what does, where the config's sampling has none.
 
   Raises:
     ConfigError: sizes do not divide over the mesh or do not fit each other.
@@ -287,6 +320,9 @@ def make_driver(
       interruption=config.interruption,
       clock=time.monotonic,
       on_failure=on_failure,
+      decode_sampling=dataclasses.replace(
+        config.sampling, stop_ids=config.sampling.stop_ids or decode_stop_ids
+      ),
     )
 
 
@@ -301,6 +337,7 @@ def start_params(
   return sft.warm_start(
     config.warm_start,
     policy=transformer.Policy(config.model),
+    pretrained=config.pretrained,
     task=task,
     rows=rows["train"],
     row_length=config.learner.row_length,

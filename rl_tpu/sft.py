@@ -1,6 +1,7 @@
 """The supervised warm start: where reinforcement learning begins.
 
-A model of random weights earns no reward, so it first imitates demonstrations.
+A model of random weights earns no reward, so it first imitates demonstrations;
+a pretrained one may, or may start as it is.
 Imitation is REINFORCE with reward 1 on what is shown: the loss is the mean
 -logp of the answer tokens, and the learner that does RL does this too.
 
@@ -30,7 +31,7 @@ from rl_tpu import (
   sharding,
 )
 from rl_tpu.config import ConfigError, digest
-from rl_tpu.models import transformer
+from rl_tpu.models import huggingface, transformer
 from rl_tpu.types import Trajectory
 
 
@@ -39,7 +40,7 @@ class Config:
   """How much is shown, and how much of it is wrong."""
 
   batches: int = 325
-  """Optimizer steps, >= 0; 0 leaves the weights as drawn."""
+  """Optimizer steps, >= 0; 0 leaves the weights as drawn or pretrained."""
   wrong_batches: int = 25
   """The last of these, which show wrong answers too, in [0, batches]."""
   wrong_fraction: float = 0.4
@@ -77,6 +78,7 @@ def warm_start(
   config: Config,
   *,
   policy: transformer.Policy,
+  pretrained: str | None = None,
   task: envs.Task,
   rows: data.RowSource,
   row_length: int,
@@ -89,7 +91,8 @@ def warm_start(
 
   Args:
     config: how much to imitate.
-    policy: what is trained, from weights drawn from `seed`.
+    policy: what is trained.
+    pretrained: folder of the weights to start from; None: drawn from `seed`.
     task: makes the demonstrations.
     rows: of the training split.
     row_length: tokens of a packed row.
@@ -101,14 +104,19 @@ def warm_start(
   Raises:
     ConfigError: a demonstration is longer than a row.
   """
+  if pretrained and not config.batches:
+    return huggingface.load(pretrained, policy, mesh)
   shardings = policy.param_shardings(mesh)
-  where = cache / _digest(config, policy, task, seed)
+  where = cache / _digest(config, policy, pretrained, task, seed)
   if where.exists():
     note(f"warm start: taken from {where}")
     abstract = sharding.placed(policy.abstract_params(), shardings)
     return checkpoint.restore_params(where, abstract)
-  init = jax.jit(policy.init, out_shardings=shardings)
-  params = init(jax.random.key(seed))
+  if pretrained:
+    params = huggingface.load(pretrained, policy, mesh)
+  else:
+    init = jax.jit(policy.init, out_shardings=shardings)
+    params = init(jax.random.key(seed))
   if config.batches:
     stream = data.DemonstrationStream(
       rows,
@@ -218,12 +226,13 @@ def _shown(index: int, prompt: np.ndarray, answer: np.ndarray) -> Trajectory:
   )
 
 
-def _digest(config, policy, task: envs.Task, seed: int) -> str:
+def _digest(config, policy, pretrained, task: envs.Task, seed: int) -> str:
   """Names the result by all that it depends on."""
   return digest(
     [
       dataclasses.asdict(config),
       dataclasses.asdict(policy.config),
+      huggingface.fingerprint(pretrained) if pretrained else None,
       task.name,
       task.fingerprint,
       seed,

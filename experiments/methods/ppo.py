@@ -2,7 +2,7 @@
 
   python -m rl_tpu train --config=experiments/methods/ppo.py[:SCHEDULE]
 
-Clips around the policy that sampled, however stale: the naive baseline of AReaL.
+Clips around the policy that sampled, however stale: AReaL's naive baseline.
 About a minute on two cores; the number to expect is in README.md beside this
 file. SCHEDULE is async (default), sync or lockstep(n).
 """

@@ -1,4 +1,4 @@
-"""VAPO on the quickstart's task: PPO with a critic and a lambda for each length.
+"""VAPO on the quickstart's task: PPO with a critic, lambda by length.
 
   python -m rl_tpu train --config=experiments/methods/vapo.py[:SCHEDULE]
 

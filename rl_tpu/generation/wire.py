@@ -1,0 +1,360 @@
+"""What generator and clients say to each other: msgpack maps, flat arrays.
+
+A message per token and request costs more than sampling a token of a small
+model. So a connection carries many requests, and one message holds what a
+dispatch sampled for all of them: every field is one little-endian array over
+the chunks (`ids`, `counts`, `versions`, `ends`) or over all their tokens
+(`tokens`, `logp`, `topk_ids`, `topk_logp`), as bytes.
+
+    to the server   {v, open: [{id, streams, tokens, ...}], cancel: [id]}
+    to the client   {v, ids, counts, ..., errors: [[id, code, message]]}
+
+Ids are the client's, unique on their connection. Only chunks travel: a
+Completion is split into chunks of one version each and joined at the other
+end. Whatever bytes arrive, unpacking returns or raises WireError.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import msgpack
+import numpy as np
+
+from rl_tpu.types import STOP_REASONS, Chunk, Completion, Request, Sampling
+
+VERSION = 1
+"""Of this format; both ends must speak the same one."""
+
+MAX_MESSAGE_BYTES = 4 * 2**20
+"""Messages are kept to about this size where they can be split."""
+
+_IDENTITY = ("prompt_index", "member", "seed")
+_SAMPLING = {
+  "temperature": float,
+  "max_tokens": int,
+  "stop_ids": list,
+  "min_tokens": int,
+  "top_k": int,
+  "top_p": float,
+  "min_p": float,
+}
+_LARGEST = 2**30
+"""Integers that end up as int32 on a device leave room for a sum of two."""
+
+
+class WireError(ValueError):
+  """A message that does not follow the format; says where."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Failure:
+  """Why a request has no answer, or ends without one."""
+
+  code: str
+  """The name of a gRPC status."""
+  message: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Opening:
+  """A request as it arrived: well formed, but not yet known to be valid."""
+
+  id: int
+  streams: bool
+  """Whether every dispatch's tokens are wanted, or all at the end."""
+  tokens: np.ndarray
+  identity: Mapping[str, int]
+  sampling: Mapping[str, Any]
+
+  def request(self) -> Request:
+    """The request.
+
+    Raises:
+      ValueError: a sampling setting is out of its range.
+    """
+    sampling = Sampling(
+      **{**self.sampling, "stop_ids": tuple(self.sampling["stop_ids"])}
+    )
+    return Request(tokens=self.tokens, sampling=sampling, **self.identity)
+
+
+def pack_map(**fields: Any) -> bytes:
+  """A message with named fields and the format's version."""
+  return cast(bytes, msgpack.packb({"v": VERSION, **fields}))
+
+
+def unpack_map(data: bytes, **kinds: type) -> dict[str, Any]:
+  """The fields of a message.
+
+  Args:
+    data: the message.
+    **kinds: fields that must be there, and their types.
+
+  Raises:
+    WireError: it is not such a message.
+  """
+  try:
+    message = msgpack.unpackb(data)
+  except ValueError as error:
+    raise WireError(f"a message is not msgpack: {error}") from error
+  if not isinstance(message, dict):
+    raise WireError(f"a message is {_kind(message)}; it must be a map")
+  if message.get("v") != VERSION:
+    raise WireError(
+      f"a message has format version {message.get('v')!r}; it must be {VERSION}"
+    )
+  return _fields(message, kinds)
+
+
+def _kind(value: Any) -> str:
+  return type(value).__name__
+
+
+def _fields(message: Any, kinds: Mapping[str, type]) -> dict[str, Any]:
+  """The named fields, each of its type."""
+  if not isinstance(message, dict):
+    raise WireError(f"a field is {_kind(message)}; it must be a map")
+  for name, kind in kinds.items():
+    value = message.get(name)
+    if kind is float and type(value) is int:
+      message[name] = value = float(value)
+    if type(value) is not kind:
+      raise WireError(
+        f"{name} is {_kind(value)} in a message; it must be {kind.__name__}"
+      )
+  return message
+
+
+def check_integers(
+  name: str, values: Sequence[Any], least: int, end: int
+) -> None:
+  """Refuses what is no integer in [least, end).
+
+  Raises:
+    WireError: names the field, the value and what is allowed.
+  """
+  for value in values:
+    if type(value) is not int or not least <= value < end:
+      raise WireError(
+        f"{name} has {value!r} in a message; "
+        f"it must be an integer in [{least}, {end})"
+      )
+
+
+def _array(name: str, data: Any, dtype: str) -> np.ndarray:
+  kind = np.dtype(dtype)
+  if not isinstance(data, bytes) or len(data) % kind.itemsize:
+    raise WireError(f"{name} does not hold whole numbers of type {kind}")
+  return np.frombuffer(data, kind)
+
+
+# To the server.
+
+
+def pack_opening(request_id: int, request: Request, streams: bool) -> bytes:
+  """One request, to be joined with others by `pack_requests`."""
+  how = dataclasses.asdict(request.sampling)
+  message = {
+    "id": request_id,
+    "streams": streams,
+    "tokens": np.asarray(request.tokens).astype("<i4").tobytes(),
+    **{name: int(getattr(request, name)) for name in _IDENTITY},
+    "sampling": {**how, "stop_ids": [int(i) for i in how["stop_ids"]]},
+  }
+  return cast(bytes, msgpack.packb(message))
+
+
+def pack_requests(
+  openings: Sequence[bytes] = (), cancelled: Sequence[int] = ()
+) -> bytes:
+  """A message that opens some requests, then withdraws some."""
+  return pack_map(open=list(openings), cancel=list(cancelled))
+
+
+def unpack_requests(data: bytes) -> tuple[list[Opening], list[int]]:
+  """The requests that a message opens, and the ids that it withdraws.
+
+  Raises:
+    WireError: the message does not follow the format.
+  """
+  message = unpack_map(data, open=list, cancel=list)
+  check_integers("cancel", message["cancel"], 0, 2**63)
+  return [_opening(one) for one in message["open"]], message["cancel"]
+
+
+def _opening(data: Any) -> Opening:
+  if not isinstance(data, bytes):
+    raise WireError(f"a request is {_kind(data)}; it must be bytes")
+  try:
+    message = msgpack.unpackb(data)
+  except ValueError as error:
+    raise WireError(f"a request is not msgpack: {error}") from error
+  whole = dict.fromkeys(("id", *_IDENTITY), int)
+  _fields(message, {**whole, "streams": bool, "tokens": bytes})
+  check_integers("id", [message["id"]], 0, 2**63)
+  given = message.get("sampling")
+  sampling = _fields(given, _SAMPLING)
+  if set(sampling) != set(_SAMPLING):
+    raise WireError(f"sampling has {sorted(sampling)} in a message")
+  check_integers("stop_ids", sampling["stop_ids"], 0, _LARGEST)
+  for name in ("max_tokens", "min_tokens", "top_k"):
+    check_integers(name, [sampling[name]], -1, _LARGEST)
+  return Opening(
+    id=message["id"],
+    streams=message["streams"],
+    tokens=_array("tokens", message["tokens"], "<i4"),
+    identity={name: message[name] for name in _IDENTITY},
+    sampling=sampling,
+  )
+
+
+# To the client.
+
+
+def split(completion: Completion) -> list[Chunk]:
+  """The chunks of a completion, one for each run of equal versions."""
+  cuts = np.flatnonzero(np.diff(completion.version)) + 1
+  bounds = [0, *cuts.tolist(), len(completion.tokens)]
+  ids, logp = completion.topk_ids, completion.topk_logp
+  return [
+    Chunk(
+      tokens=completion.tokens[start:end],
+      logp=completion.logp[start:end],
+      version=int(completion.version[start]),
+      stop_reason=completion.stop_reason if end == bounds[-1] else None,
+      topk_ids=None if ids is None else ids[start:end],
+      topk_logp=None if logp is None else logp[start:end],
+    )
+    for start, end in itertools.pairwise(bounds)
+  ]
+
+
+def join(chunks: Sequence[Chunk]) -> Completion:
+  """The completion of a request whose chunks are all there."""
+  reason = chunks[-1].stop_reason
+  assert reason is not None, "the last chunk says why the request ended"
+  counts = [len(chunk.tokens) for chunk in chunks]
+  versions = np.array([chunk.version for chunk in chunks], np.int32)
+  has_head = chunks[0].topk_ids is not None
+  return Completion(
+    tokens=np.concatenate([chunk.tokens for chunk in chunks]),
+    logp=np.concatenate([chunk.logp for chunk in chunks]),
+    version=np.repeat(versions, counts),
+    stop_reason=reason,
+    topk_ids=_concatenated(chunks, "topk_ids") if has_head else None,
+    topk_logp=_concatenated(chunks, "topk_logp") if has_head else None,
+  )
+
+
+def size(chunk: Chunk) -> int:
+  """Bytes of a chunk in a message, to within a few."""
+  head = 0 if chunk.topk_ids is None else chunk.topk_ids.shape[1]
+  return 32 + 8 * (1 + head) * len(chunk.tokens)
+
+
+def pack_answers(answers: Sequence[tuple[int, Chunk | Failure]]) -> bytes:
+  """A message with chunks and failures; all chunks have heads of one size."""
+  ids, chunks, errors = [], [], []
+  for request_id, answer in answers:
+    if isinstance(answer, Chunk):
+      ids.append(request_id)
+      chunks.append(answer)
+    else:
+      errors.append((request_id, answer.code, answer.message))
+  fields: dict[str, Any] = {"errors": errors}
+  if chunks:
+    ends = [_ENDS[chunk.stop_reason] for chunk in chunks]
+    fields |= {
+      "ids": np.array(ids, "<i8").tobytes(),
+      "counts": np.array([len(c.tokens) for c in chunks], "<i4").tobytes(),
+      "versions": np.array([c.version for c in chunks], "<i4").tobytes(),
+      "ends": bytes(ends),
+      "tokens": _bytes(chunks, "tokens", "<i4"),
+      "logp": _bytes(chunks, "logp", "<f4"),
+    }
+    if chunks[0].topk_ids is not None:
+      fields |= {
+        "topk_ids": _bytes(chunks, "topk_ids", "<i4"),
+        "topk_logp": _bytes(chunks, "topk_logp", "<f4"),
+      }
+  return pack_map(**fields)
+
+
+_ENDS = {None: 0} | {r: i for i, r in enumerate(STOP_REASONS, 1)}
+_REASONS = (None, *STOP_REASONS)
+
+
+def _concatenated(chunks: Sequence[Chunk], name: str) -> np.ndarray:
+  return np.concatenate([getattr(chunk, name) for chunk in chunks])
+
+
+def _bytes(chunks: Sequence[Chunk], name: str, dtype: str) -> bytes:
+  return _concatenated(chunks, name).astype(dtype, copy=False).tobytes()
+
+
+def unpack_answers(data: bytes) -> list[tuple[int, Chunk | Failure]]:
+  """The chunks and failures of a message, by request id.
+
+  Raises:
+    WireError: the message does not follow the format.
+  """
+  message = unpack_map(data, errors=list)
+  answers: list[tuple[int, Chunk | Failure]] = []
+  if "ids" in message:
+    answers += _chunks(message)
+  for error in message["errors"]:
+    if not isinstance(error, list) or [*map(type, error)] != [int, str, str]:
+      raise WireError(f"errors has {error!r} in a message")
+    answers.append((error[0], Failure(code=error[1], message=error[2])))
+  return answers
+
+
+def _chunks(message: dict[str, Any]) -> list[tuple[int, Chunk]]:
+  ids, counts, versions, ends, tokens, logp = (
+    _array(name, message.get(name), dtype)
+    for name, dtype in (
+      ("ids", "<i8"),
+      ("counts", "<i4"),
+      ("versions", "<i4"),
+      ("ends", "u1"),
+      ("tokens", "<i4"),
+      ("logp", "<f4"),
+    )
+  )
+  topk_ids, topk_logp = _heads(message, len(tokens))
+  stops = np.cumsum(counts)
+  alike = len({len(ids), len(counts), len(versions), len(ends)}) == 1
+  whole = len(ids) and counts.min() > 0 and stops[-1] == len(tokens)
+  if not (alike and whole and len(logp) == len(tokens)):
+    raise WireError("the arrays of a message do not fit each other")
+  if ends.max() >= len(_REASONS):
+    raise WireError(f"ends has {ends.max()} in a message")
+  answers, start = [], 0
+  for request_id, stop, version, end in zip(
+    ids.tolist(), stops.tolist(), versions.tolist(), ends.tolist(), strict=True
+  ):
+    chunk = Chunk(
+      tokens=tokens[start:stop],
+      logp=logp[start:stop],
+      version=version,
+      stop_reason=_REASONS[end],
+      topk_ids=None if topk_ids is None else topk_ids[start:stop],
+      topk_logp=None if topk_logp is None else topk_logp[start:stop],
+    )
+    answers.append((request_id, chunk))
+    start = stop
+  return answers
+
+
+def _heads(
+  message: dict[str, Any], tokens: int
+) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
+  if "topk_ids" not in message:
+    return None, None
+  ids = _array("topk_ids", message["topk_ids"], "<i4")
+  logp = _array("topk_logp", message.get("topk_logp"), "<f4")
+  if len(ids) != len(logp) or not tokens or len(ids) % tokens:
+    raise WireError("the heads of a message do not fit its tokens")
+  return ids.reshape(tokens, -1), logp.reshape(tokens, -1)

@@ -33,7 +33,8 @@ set, for example --config.seed=1 --config.learner.learning_rate=1e-4.
 
 def main(arguments: list[str]) -> int:
   """Runs one command; returns the exit code."""
-  if len(arguments) < 2 or arguments[1] in ("-h", "--help", "help"):
+  asked = {"-h", "--help"} & {*arguments[1:]} or arguments[1:2] == ["help"]
+  if len(arguments) < 2 or asked:
     print(USAGE, end="")
     return 0 if len(arguments) > 1 else 2
   command = COMMANDS.get(arguments[1])

@@ -36,6 +36,12 @@ def test_help_lists_every_command():
     assert re.search(rf"^  {name} ", out, re.MULTILINE)
 
 
+@pytest.mark.parametrize("asked", [["help"], ["-h"], ["train", "--help"]])
+def test_help_may_be_asked_for_anywhere(asked, capsys):
+  assert command_line.main(["rl_tpu", *asked]) == 0
+  assert "usage: python -m rl_tpu COMMAND" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("arguments", [[], ["fly"]])
 def test_a_wrong_command_is_refused(arguments, capsys):
   assert command_line.main(["rl_tpu", *arguments]) == 2

@@ -32,13 +32,16 @@ reported as missing.
 - host: processor time a token of driver and gRPC (see `service_cost`).
 
 The aim is 1.5 times the better peer's tokens a processor second on static
-batches and 3 times on the long tail. Measured on two cores of a Xeon: 1.30 (1234
-to 949; two other runs 1.19 and 1.08), so the first is missed, and 3.19 (407 to
-128); 0.66 of the ceiling. The gain of interruption, 2.6, depends strongly on
-`--update-tokens` and `--most` (0.9 at 2048 and 128), so it is not AReaL's 12 to
-17 %. About 12 minutes on two CPU cores. The last line is JSON: `ratio_static`, `ratio_longtail` (to the better peer; null
-without one), `interruption_gain` (tokens a second, recompute to drain),
-`ratio_ceiling`, and all that the tables say.
+batches and 3 times on the long tail. Measured on two cores of a Xeon: 1.30
+(1234 to 949; two other runs 1.19 and 1.08), so the first is missed, and 3.19
+(407 to 128); 0.66 of the ceiling. The gain of interruption, 2.6, depends
+strongly on `--update-tokens` and `--most` (0.9 at 2048 and 128), so it is not
+AReaL's 12 to 17 %.
+
+About 12 minutes on two CPU cores. The last line is JSON: `ratio_static`,
+`ratio_longtail` (to the better peer; null without one), `interruption_gain`
+(tokens a second, recompute to drain), `ratio_ceiling`, and all that the tables
+say.
 """
 
 import argparse

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from rl_tpu.models import quantization, transformer
+from rl_tpu.models import attention, quantization, transformer
 
 VARIANTS = {
   "clean": {},
@@ -72,7 +72,7 @@ def generator_logp(
   def step(cache, position):
     at = jnp.full(tokens.shape[:1], position)
     seen = jnp.arange(tokens.shape[1]) < at[:, None]
-    caches = [(cache, seen)]
+    caches = [(attention.as_cache(*cache), seen)]
     logits, new = policy.decode(params, tokens[:, position], at, caches)
     cache = tuple(
       whole.at[:, :, position].set(snap(entry))

@@ -29,8 +29,11 @@ from jaxtyping import Array, Bool, Float, Int
 from rl_tpu import sharding
 from rl_tpu.generation import sampling
 from rl_tpu.generation.jetstream import engine_api
-from rl_tpu.models import transformer
+from rl_tpu.models import attention, transformer
 from rl_tpu.types import Request
+
+_ENTRIES = (4, 3)
+"""Axes of the entries in the caches of keys and of values."""
 
 RUNNING, STOPPED, EXHAUSTED = 0, 1, 2
 """How a slot stands after a dispatch: goes on, stop id, budget used up."""
@@ -86,10 +89,14 @@ class Admission:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeState:
-  """Every slot's cache and row; a slot is free when its budget is 0."""
+  """Every slot's cache and row; a slot is free when its budget is 0.
 
-  keys: Float[Array, "L S C K h"]
-  values: Float[Array, "L S C K h"]
+  The cache lies as attention reads it (`attention.as_cache`): what it sums over
+  comes last in memory for keys, next to last for values.
+  """
+
+  keys: Float[Array, "L S K h C"]
+  values: Float[Array, "L S K C h"]
   rows: Int[Array, "S W"]
   """Last token, its position and the tokens that may still be sampled; then
   sampling settings, identity and stop ids (-1 where unused)."""
@@ -173,29 +180,24 @@ def empty_state(
   config: transformer.Config, slots: int, entries: int, max_stop_ids: int
 ) -> DecodeState:
   """A state without a running sequence."""
-  cache = (
-    config.num_layers,
-    slots,
-    entries,
-    config.num_kv_heads,
-    config.head_dim,
-  )
+  heads = (config.num_layers, slots, config.num_kv_heads)
+  size = config.head_dim
   return DecodeState(
-    keys=jnp.zeros(cache, config.compute_dtype),
-    values=jnp.zeros(cache, config.compute_dtype),
+    keys=jnp.zeros((*heads, size, entries), config.compute_dtype),
+    values=jnp.zeros((*heads, entries, size), config.compute_dtype),
     rows=jnp.zeros((slots, _STOP_IDS + max_stop_ids), jnp.int32),
   )
 
 
 def state_shardings(mesh: jax.sharding.Mesh) -> Any:
   """Slots over the mesh's data axes, cache heads over its tensor axis."""
-  caches: Any = cache_sharding(mesh)
+  caches: Any = sharding.named(mesh, None, "slots", "kv_heads", None, None)
   rows: Any = sharding.named(mesh, "slots")
   return DecodeState(keys=caches, values=caches, rows=rows)
 
 
 def cache_sharding(mesh: jax.sharding.Mesh) -> jax.sharding.NamedSharding:
-  """Of keys and values: in the state, or on their way to it."""
+  """Of keys and values [L, B, P, K, h] on their way to the state."""
   return sharding.named(mesh, None, "slots", None, "kv_heads", None)
 
 
@@ -264,9 +266,10 @@ def insert(
   lie at or after its position, where nothing looks before they are overwritten.
   """
   slot, bucket = packed[:, 0], keys.shape[2]
+  keys, values = attention.as_cache(keys, values)
   return DecodeState(
-    keys=state.keys.at[:, slot, :bucket].set(keys, mode="drop"),
-    values=state.values.at[:, slot, :bucket].set(values, mode="drop"),
+    keys=state.keys.at[:, slot, :, :, :bucket].set(keys, mode="drop"),
+    values=state.values.at[:, slot, :, :bucket].set(values, mode="drop"),
     rows=_write_rows(state, packed),
   )
 
@@ -285,7 +288,7 @@ def extend(
   """
   slot, source, shared = packed[:, :_LEAD].T
   tokens = padded_tokens(packed, state.rows.shape[1] - _STOP_IDS)
-  caches = (state.keys[:, source], state.values[:, source])
+  caches = attention.from_cache(state.keys[:, source], state.values[:, source])
   if tokens.shape[1]:
     new = policy.extend(params, tokens, shared, *caches)
     row = jnp.arange(tokens.shape[0])[:, None]
@@ -294,9 +297,10 @@ def extend(
       cache.at[:, row, entry].set(fresh.astype(cache.dtype), mode="drop")
       for cache, fresh in zip(caches, new, strict=True)
     )
+  keys, values = attention.as_cache(*caches)
   return DecodeState(
-    keys=state.keys.at[:, slot].set(caches[0], mode="drop"),
-    values=state.values.at[:, slot].set(caches[1], mode="drop"),
+    keys=state.keys.at[:, slot].set(keys, mode="drop"),
+    values=state.values.at[:, slot].set(values, mode="drop"),
     rows=_write_rows(state, packed),
   )
 
@@ -335,10 +339,10 @@ def decode(
   identity = state.rows[:, _IDENTITY].astype(jnp.uint32)
   sampling_keys = sampling.identity_keys(*identity.T)
   stop_ids = state.rows[:, _STOP_IDS:]
-  layers, slots, entries, *head = state.keys.shape
+  layers, slots, kv_heads, size, entries = state.keys.shape
   starts = state.rows[:, 1]
   before = jnp.arange(entries) < starts[:, None]
-  recent = (jnp.zeros((layers, slots, steps, *head), state.keys.dtype),) * 2
+  fresh = jnp.zeros((layers, slots, steps, kv_heads, size), state.keys.dtype)
 
   def one_step(carry, step):
     recent, tokens, positions, budget = carry
@@ -353,9 +357,9 @@ def decode(
     hit = jnp.any(sampled[:, None] == stop_ids, axis=1) & active
     recent = tuple(
       jax.lax.dynamic_update_index_in_dim(
-        cache, fresh.astype(cache.dtype), step, axis=2
+        cache, token.astype(cache.dtype), step, axis
       )
-      for cache, fresh in zip(recent, new, strict=True)
+      for cache, token, axis in zip(recent, new, _ENTRIES, strict=True)
     )
     carry = (
       recent,
@@ -367,12 +371,16 @@ def decode(
 
   cursor = state.rows[:, _CURSOR].T
   carry, (emitted, heads) = jax.lax.scan(
-    one_step, (recent, *cursor), jnp.arange(steps)
+    one_step,
+    (attention.as_cache(fresh, fresh), *cursor),
+    jnp.arange(steps),
   )
   recent, last, positions, budget = carry
   keys, values = (
-    _append(cache, new, starts, positions - starts)
-    for cache, new in zip((state.keys, state.values), recent, strict=True)
+    _append(cache, new, starts, positions - starts, axis)
+    for cache, new, axis in zip(
+      (state.keys, state.values), recent, _ENTRIES, strict=True
+    )
   )
   tokens, valid, logp, hit = (x.T for x in emitted)
   ended = valid[:, 0] & (budget == 0)
@@ -434,40 +442,44 @@ def _bits(x: Float[Array, "*axes"]) -> Int[Array, "*axes"]:
 
 
 def _append(
-  cache: Float[Array, "L S C K h"],
-  new: Float[Array, "L S n K h"],
+  cache: Float[Array, "L S *entry"],
+  new: Float[Array, "L S *step"],
   starts: Int[Array, " S"],
   counts: Int[Array, " S"],
-) -> Float[Array, "L S C K h"]:
+  axis: int,
+) -> Float[Array, "L S *entry"]:
   """Writes the first counts[s] entries of `new` behind those of each slot.
 
   On TPUs by a product and a choice, which pass over the cache once: a scatter
   would change its layout and back.
   """
   if not sharding.on_tpu():
-    return _scatter(cache, new, starts, counts)
-  entry = jnp.arange(cache.shape[2]) - starts[:, None]
-  place = jax.nn.one_hot(entry, new.shape[2], dtype=new.dtype)
-  moved = jnp.einsum("scn,lsnkh->lsckh", place, new, precision="highest")
+    return _scatter(cache, new, starts, counts, axis)
+  entry = jnp.arange(cache.shape[axis]) - starts[:, None]
+  place = jax.nn.one_hot(entry, new.shape[axis], dtype=new.dtype)
+  product = "scn,lskhn->lskhc" if axis == 4 else "scn,lsknh->lskch"
+  moved = jnp.einsum(product, place, new, precision="highest")
   written = (entry >= 0) & (entry < counts[:, None])
-  return jnp.where(written[None, :, :, None, None], moved, cache)
+  other = [a for a in range(5) if a not in (1, axis)]
+  return jnp.where(jnp.expand_dims(written, other), moved, cache)
 
 
 def _scatter(
-  cache: Float[Array, "L S C K h"],
-  new: Float[Array, "L S n K h"],
+  cache: Float[Array, "L S *entry"],
+  new: Float[Array, "L S *step"],
   starts: Int[Array, " S"],
   counts: Int[Array, " S"],
-) -> Float[Array, "L S C K h"]:
+  axis: int,
+) -> Float[Array, "L S *entry"]:
   """Slots are a batch dimension, so it stays local to their devices."""
-  step = jnp.arange(new.shape[2])
+  step = jnp.arange(new.shape[axis])
   entry = jnp.where(
-    step < counts[:, None], starts[:, None] + step, cache.shape[2]
+    step < counts[:, None], starts[:, None] + step, cache.shape[axis]
   )
   dimensions = jax.lax.ScatterDimensionNumbers(
-    update_window_dims=(0, 3, 4),
-    inserted_window_dims=(2,),
-    scatter_dims_to_operand_dims=(2,),
+    update_window_dims=tuple(a for a in range(5) if a not in (1, axis)),
+    inserted_window_dims=(axis,),
+    scatter_dims_to_operand_dims=(axis,),
     operand_batching_dims=(1,),
     scatter_indices_batching_dims=(0,),
   )

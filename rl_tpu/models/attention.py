@@ -123,25 +123,44 @@ def extended(
   )
 
 
+def as_cache(
+  keys: Float[Array, "*L S C K h"], values: Float[Array, "*L S C K h"]
+) -> tuple[Float[Array, "*L S K h C"], Float[Array, "*L S K C h"]]:
+  """Keys and values as they lie in a decode cache.
+
+  Each head's then is one matrix, in the order in which its product with one
+  token reads it: several times faster than strided on CPUs.
+  """
+  return jnp.moveaxis(keys, -3, -1), jnp.moveaxis(values, -3, -2)
+
+
+def from_cache(
+  keys: Float[Array, "*L S K h C"], values: Float[Array, "*L S K C h"]
+) -> tuple[Float[Array, "*L S C K h"], Float[Array, "*L S C K h"]]:
+  """The inverse of `as_cache`."""
+  return jnp.moveaxis(keys, -1, -3), jnp.moveaxis(values, -2, -3)
+
+
 def one_token(
   q: Float[Array, "S H h"],
   k: Float[Array, "S K h"],
   v: Float[Array, "S K h"],
   caches: list[
-    tuple[Float[Array, "S C K h"], Float[Array, "S C K h"], Bool[Array, "S C"]]
+    tuple[Float[Array, "S K h C"], Float[Array, "S K C h"], Bool[Array, "S C"]]
   ],
 ) -> Float[Array, "S H h"]:
   """Attention of one token a slot to caches and to itself.
 
-  A cache is keys, values, and which entries count. The softmax is over all of
-  them together, in float32. Cost is linear in the entries, counted or not.
+  A cache is keys, values (see `as_cache`), and which entries count. The softmax
+  is over all of them together, in float32. Cost is linear in the entries,
+  counted or not.
   """
   slots, heads, size = q.shape
   grouped = q.reshape(slots, k.shape[1], heads // k.shape[1], size)
   wide = {"preferred_element_type": jnp.float32}
   scores = []
   for keys, _, seen in caches:
-    score = jnp.einsum("skgh,sckh->skgc", grouped, keys, **wide)
+    score = jnp.einsum("skgh,skhc->skgc", grouped, keys, **wide)
     scores.append(jnp.where(seen[:, None, None, :], score, -jnp.inf))
   itself = jnp.einsum("skgh,skh->skg", grouped, k, **wide)
   scores = jnp.concatenate([*scores, itself[..., None]], axis=-1)
@@ -149,8 +168,8 @@ def one_token(
   mixed = weights[..., -1:] * v[:, :, None, :]
   first = 0
   for keys, values, _ in caches:
-    last = first + keys.shape[1]
+    last = first + keys.shape[3]
     own = weights[..., first:last]
-    mixed += jnp.einsum("skgc,sckh->skgh", own, values)
+    mixed += jnp.einsum("skgc,skch->skgh", own, values)
     first = last
   return mixed.reshape(slots, heads, size)

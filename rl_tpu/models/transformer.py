@@ -378,9 +378,9 @@ class Policy:
   ) -> tuple[Float[Array, "S V"], KeysValues]:
     """One token a slot against its caches, each of a size of its own.
 
-    A cache is keys and values ([L, S, C, K, h]), and which entries count. It is
-    only read: the token's own key and value ([L, S, K, h]) come back to be
-    written once for all layers. Cost is linear in S * C.
+    A cache is keys and values, [L, S, K, h, C] and [L, S, K, C, h], and which
+    entries count. It is only read: the token's own key and value ([L, S, K, h])
+    come back to be written once for all layers. Cost is linear in S * C.
     """
     keys_values = [cache for cache, _ in caches]
     seen = [counted for _, counted in caches]

@@ -61,10 +61,11 @@ def test_one_token_sees_several_caches_as_one():
   q, k, v = (x[:, 0] for x in tensors())
   _, keys, values = tensors(kv_heads=2)
   seen = jnp.arange(256) < jnp.array([[7], [256]])
-  whole = attention.one_token(q, k, v, [(keys, values, seen)])
+  cached = attention.as_cache(keys, values)
+  whole = attention.one_token(q, k, v, [(*cached, seen)])
   parts = [
-    (keys[:, :5], values[:, :5], seen[:, :5]),
-    (keys[:, 5:], values[:, 5:], seen[:, 5:]),
+    (*attention.as_cache(keys[:, part], values[:, part]), seen[:, part])
+    for part in (slice(0, 5), slice(5, None))
   ]
   split = attention.one_token(q, k, v, parts)
   np.testing.assert_allclose(split, whole, atol=1e-6)

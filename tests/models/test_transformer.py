@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rl_tpu import sharding
-from rl_tpu.models import transformer
+from rl_tpu.models import attention, transformer
 
 SMALL = transformer.Config(
   vocab_size=48,
@@ -84,7 +84,7 @@ def test_cached_decode_equals_the_full_forward(kv_heads):
   garbage = jnp.where(unwritten[None, :, :, None, None], 1e3, 0.0)
   own = tokens[jnp.arange(3), lengths]
   seen = jnp.arange(9) < lengths[:, None]
-  cache = (keys + garbage, values + garbage)
+  cache = attention.as_cache(keys + garbage, values + garbage)
   got, new = policy.decode(params, own, lengths, [(cache, seen)])
   np.testing.assert_allclose(got, expected[jnp.arange(3), lengths], atol=1e-4)
   whole_keys = keys[:, jnp.arange(3), lengths]

@@ -160,17 +160,23 @@ def restore_params(directory: str | os.PathLike, abstract: Any) -> Any:
 
 def restore_run_params(version: str | os.PathLike, abstract: Any) -> Any:
   """Reads the weights alone out of one version of a run."""
-  wanted = {"params": abstract}
+  state = pathlib.Path(version).absolute() / "state"
   with ocp.PyTreeCheckpointer() as checkpointer:
-    state = checkpointer.restore(
-      pathlib.Path(version).absolute() / "state",
-      args=ocp.args.PyTreeRestore(
-        wanted,
-        restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
-        partial_restore=True,
-      ),
-    )
-  return state["params"]
+    return restore_named(checkpointer, state, {"params": abstract})["params"]
+
+
+def restore_named(
+  checkpointer: ocp.PyTreeCheckpointer, path: pathlib.Path, abstract: Any
+) -> Any:
+  """Reads the arrays that `abstract` names, and no others."""
+  return checkpointer.restore(
+    path,
+    args=ocp.args.PyTreeRestore(
+      abstract,
+      restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
+      partial_restore=True,
+    ),
+  )
 
 
 def pack_groups(groups: Sequence[Group]) -> tuple[dict[str, np.ndarray], list]:

@@ -9,49 +9,16 @@ README.md beside this file. SCHEDULE is async (default), sync or lockstep(n).
 
 import ml_collections
 
-from rl_tpu import algorithms, envs, learner, parts, sft
+from experiments import quickstart
+from rl_tpu import algorithms
 from rl_tpu.config import Choice, to_config_dict
-from rl_tpu.generation import engine
-from rl_tpu.models import transformer
-from rl_tpu.types import Sampling
 
 
 def get_config(schedule: str = "async") -> ml_collections.ConfigDict:
   """The quickstart's config with this method."""
-  task = envs.get("reasoning_gym").Config(
-    generator="spell_backward",
-    generator_config={"min_word_len": 3, "max_word_len": 5},
-    template="{word}=",
-    size=8_000,
-  )
+  config = quickstart.get_config(schedule)
+  config.name = "areal"
   loss = algorithms.get("decoupled_ppo").Config(baseline="group")
-  return to_config_dict(
-    parts.Config(
-      name="areal",
-      schedule=schedule,
-      batches=40,
-      groups_per_batch=32,
-      group_size=8,
-      max_staleness=2,
-      task=Choice(name="reasoning_gym", config=task),
-      algorithm=Choice(name="decoupled_ppo", config=loss),
-      model=transformer.sized("tiny"),
-      sampling=Sampling(max_tokens=6),
-      learner=learner.Config(
-        row_length=104,
-        minibatches=4,
-        microbatch_rows=8,
-        learning_rate=4e-4,
-        warmup_minibatches=5,
-        weight_decay=0.0,
-      ),
-      engine=engine.Config(
-        slots=16,
-        context_length=13,
-        prefill_buckets=(8, 13),
-        prefill_batches=(8, 16),
-        steps_per_dispatch=1,
-      ),
-      warm_start=sft.Config(batches=325, wrong_batches=25, wrong_fraction=0.4),
-    )
-  )
+  config.algorithm = to_config_dict(Choice(name="decoupled_ppo", config=loss))
+  config.learner.minibatches, config.learner.microbatch_rows = 4, 8
+  return config

@@ -68,7 +68,7 @@ def _reading(path: pathlib.Path) -> Iterator[None]:
 
 
 def _restore(path: pathlib.Path, abstract: Any) -> Any:
-  """Reads the arrays that `abstract` names, and no others."""
+  """Reads the arrays that `abstract` names, after a look at what is there."""
   with ocp.PyTreeCheckpointer() as checkpointer:
     with _reading(path):
       stored = checkpointer.metadata(path).item_metadata
@@ -76,14 +76,7 @@ def _restore(path: pathlib.Path, abstract: Any) -> Any:
       raise ValueError(f"{path} holds no weights that can be read")
     _check(path, stored.tree, abstract)
     with _reading(path):
-      return checkpointer.restore(
-        path,
-        args=ocp.args.PyTreeRestore(
-          abstract,
-          restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
-          partial_restore=True,
-        ),
-      )
+      return checkpoint.restore_named(checkpointer, path, abstract)
 
 
 def _check(path: pathlib.Path, stored: Any, abstract: Any) -> None:

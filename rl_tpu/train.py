@@ -231,9 +231,9 @@ class _Run:
     )
 
   def versioned(self) -> VersionedParams:
-    """A copy of the weights on the generator's mesh."""
-    return weights.publish(
-      self.state.params, self.version, self._weight_shardings
+    """A copy of the weights on the generator's mesh, as it serves them."""
+    return self.driver.engine.serve(
+      weights.publish(self.state.params, self.version, self._weight_shardings)
     )
 
   def due(self, every: int) -> bool:

@@ -67,13 +67,13 @@ def generator_logp(
   the cache snapped when it is written.
   """
   snap = functools.partial(quantization.snap_cache, config=config)
-  keys, values = (snap(x) for x in policy.prefill(params, tokens))
+  ((keys, values),) = policy.prefill(params, tokens)
 
   def step(cache, position):
     at = jnp.full(tokens.shape[:1], position)
     seen = jnp.arange(tokens.shape[1]) < at[:, None]
-    caches = [(attention.as_cache(*cache), seen)]
-    logits, new = policy.decode(params, tokens[:, position], at, caches)
+    caches = [([attention.as_cache(*cache)], seen)]
+    logits, (new,) = policy.decode(params, tokens[:, position], at, caches)
     cache = tuple(
       whole.at[:, :, position].set(snap(entry))
       for whole, entry in zip(cache, new, strict=True)
@@ -81,7 +81,7 @@ def generator_logp(
     return cache, jax.nn.log_softmax(logits)
 
   positions = jnp.arange(prompt - 1, tokens.shape[1])
-  return jax.lax.scan(step, (keys, values), positions)[1]
+  return jax.lax.scan(step, (snap(keys), snap(values)), positions)[1]
 
 
 def measure(

@@ -253,10 +253,11 @@ class Idle(transformer.Policy):
     """Logits that depend on the token, keys and values that are constant."""
     del positions, caches
     config = self.config
-    heads = (config.num_layers, len(tokens), config.num_kv_heads)
+    layers = config.num_layers // self.stacks
+    heads = (layers, len(tokens), config.num_kv_heads)
     empty = jnp.zeros((*heads, config.head_dim))
     logits = tokens[:, None] * params["embedding"][None, :, 0]
-    return logits, (empty, empty)
+    return logits, [(empty, empty)] * self.stacks
 
 
 # The run.

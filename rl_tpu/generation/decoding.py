@@ -11,13 +11,13 @@ one int32 array, a sequence a row; `decode` answers with one int32 array, a slot
 a row. Floats travel as their bits.
 
 Axes: S slots, B sequences inserted together, P padded prompt (a bucket),
-C cache entries, L layers, K heads of keys and values, h head size, E stop ids,
-W columns of a row, n decode steps of one dispatch, H tokens of the sampler's
-head.
+C cache entries, l layers of one stack, K heads of keys and values, h head size,
+E stop ids, W columns of a row, n decode steps of one dispatch, H tokens of the
+sampler's head.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -31,9 +31,6 @@ from rl_tpu.generation import sampling
 from rl_tpu.generation.jetstream import engine_api
 from rl_tpu.models import attention, transformer
 from rl_tpu.types import Request
-
-_ENTRIES = (4, 3)
-"""Axes of the entries in the caches of keys and of values."""
 
 RUNNING, STOPPED, EXHAUSTED = 0, 1, 2
 """How a slot stands after a dispatch: goes on, stop id, budget used up."""
@@ -95,8 +92,8 @@ class DecodeState:
   comes last in memory for keys, next to last for values.
   """
 
-  keys: Float[Array, "L S K h C"]
-  values: Float[Array, "L S K C h"]
+  cache: transformer.Stacks
+  """Keys [l, S, K, h, C] and values [l, S, K, C, h] of each stack of layers."""
   rows: Int[Array, "S W"]
   """Last token, its position and the tokens that may still be sampled; then
   sampling settings, identity and stop ids (-1 where unused)."""
@@ -177,27 +174,39 @@ class Result(engine_api.ResultTokens):
 
 
 def empty_state(
-  config: transformer.Config, slots: int, entries: int, max_stop_ids: int
+  policy: transformer.Policy, slots: int, entries: int, max_stop_ids: int
 ) -> DecodeState:
   """A state without a running sequence."""
-  heads = (config.num_layers, slots, config.num_kv_heads)
-  size = config.head_dim
   return DecodeState(
-    keys=jnp.zeros((*heads, size, entries), config.compute_dtype),
-    values=jnp.zeros((*heads, entries, size), config.compute_dtype),
+    cache=_empty_cache(policy, slots, entries),
     rows=jnp.zeros((slots, _STOP_IDS + max_stop_ids), jnp.int32),
   )
+
+
+def _empty_cache(
+  policy: transformer.Policy, slots: int, entries: int
+) -> transformer.Stacks:
+  config = policy.config
+  shape = (config.num_layers // policy.stacks, slots, config.num_kv_heads)
+  size, dtype = config.head_dim, config.compute_dtype
+  return [
+    (
+      jnp.zeros((*shape, size, entries), dtype),
+      jnp.zeros((*shape, entries, size), dtype),
+    )
+    for _ in range(policy.stacks)
+  ]
 
 
 def state_shardings(mesh: jax.sharding.Mesh) -> Any:
   """Slots over the mesh's data axes, cache heads over its tensor axis."""
   caches: Any = sharding.named(mesh, None, "slots", "kv_heads", None, None)
   rows: Any = sharding.named(mesh, "slots")
-  return DecodeState(keys=caches, values=caches, rows=rows)
+  return DecodeState(cache=caches, rows=rows)
 
 
 def cache_sharding(mesh: jax.sharding.Mesh) -> jax.sharding.NamedSharding:
-  """Of keys and values [L, B, P, K, h] on their way to the state."""
+  """Of keys and values [l, B, P, K, h] on their way to the state."""
   return sharding.named(mesh, None, "slots", None, "kv_heads", None)
 
 
@@ -256,8 +265,7 @@ def padded_tokens(
 
 def insert(
   state: DecodeState,
-  keys: Float[Array, "L B P K h"],
-  values: Float[Array, "L B P K h"],
+  prefilled: transformer.Stacks,
   packed: Int[Array, "B _"],
 ) -> DecodeState:
   """Writes packed sequences, and their prefilled cache, into their slots.
@@ -265,13 +273,18 @@ def insert(
   The entry of the last token and those of the padding are written too; they
   lie at or after its position, where nothing looks before they are overwritten.
   """
-  slot, bucket = packed[:, 0], keys.shape[2]
-  keys, values = attention.as_cache(keys, values)
-  return DecodeState(
-    keys=state.keys.at[:, slot, :, :, :bucket].set(keys, mode="drop"),
-    values=state.values.at[:, slot, :, :bucket].set(values, mode="drop"),
-    rows=_write_rows(state, packed),
-  )
+  slot = packed[:, 0]
+  cache = []
+  for stack, new in zip(state.cache, prefilled, strict=True):
+    bucket = new[0].shape[2]
+    keys, values = attention.as_cache(*new)
+    cache.append(
+      (
+        stack[0].at[:, slot, :, :, :bucket].set(keys, mode="drop"),
+        stack[1].at[:, slot, :, :bucket].set(values, mode="drop"),
+      )
+    )
+  return DecodeState(cache=cache, rows=_write_rows(state, packed))
 
 
 def extend(
@@ -288,21 +301,26 @@ def extend(
   """
   slot, source, shared = packed[:, :_LEAD].T
   tokens = padded_tokens(packed, state.rows.shape[1] - _STOP_IDS)
-  caches = attention.from_cache(state.keys[:, source], state.values[:, source])
+  taken = [
+    attention.from_cache(keys[:, source], values[:, source])
+    for keys, values in state.cache
+  ]
   if tokens.shape[1]:
-    new = policy.extend(params, tokens, shared, *caches)
     row = jnp.arange(tokens.shape[0])[:, None]
     entry = shared[:, None] + jnp.arange(tokens.shape[1])
-    caches = tuple(
-      cache.at[:, row, entry].set(fresh.astype(cache.dtype), mode="drop")
-      for cache, fresh in zip(caches, new, strict=True)
+    taken = jax.tree.map(
+      lambda cache, new: cache.at[:, row, entry].set(
+        new.astype(cache.dtype), mode="drop"
+      ),
+      taken,
+      policy.extend(params, tokens, shared, taken),
     )
-  keys, values = attention.as_cache(*caches)
-  return DecodeState(
-    keys=state.keys.at[:, slot].set(keys, mode="drop"),
-    values=state.values.at[:, slot].set(values, mode="drop"),
-    rows=_write_rows(state, packed),
+  cache = jax.tree.map(
+    lambda whole, new: whole.at[:, slot].set(new, mode="drop"),
+    state.cache,
+    [attention.as_cache(*stack) for stack in taken],
   )
+  return DecodeState(cache=cache, rows=_write_rows(state, packed))
 
 
 def _write_rows(
@@ -339,27 +357,27 @@ def decode(
   identity = state.rows[:, _IDENTITY].astype(jnp.uint32)
   sampling_keys = sampling.identity_keys(*identity.T)
   stop_ids = state.rows[:, _STOP_IDS:]
-  layers, slots, kv_heads, size, entries = state.keys.shape
+  slots, entries = state.rows.shape[0], state.cache[0][0].shape[-1]
   starts = state.rows[:, 1]
   before = jnp.arange(entries) < starts[:, None]
-  fresh = jnp.zeros((layers, slots, steps, kv_heads, size), state.keys.dtype)
 
   def one_step(carry, step):
     recent, tokens, positions, budget = carry
     active = budget > 0
     known = jnp.broadcast_to(jnp.arange(steps) < step, (slots, steps))
-    caches = [((state.keys, state.values), before), (recent, known)]
+    caches = [(state.cache, before), (recent, known)]
     logits, new = policy.decode(params, tokens, positions, caches)
     logits = _bar_stop_ids(logits, state.rows, positions, active)
     sampled, logp, head = sampling.sample(
       logits, sampling_keys, positions + 1, settings, active, head_size
     )
     hit = jnp.any(sampled[:, None] == stop_ids, axis=1) & active
-    recent = tuple(
-      jax.lax.dynamic_update_index_in_dim(
+    recent = _by_axis(
+      lambda cache, token, axis: jax.lax.dynamic_update_index_in_dim(
         cache, token.astype(cache.dtype), step, axis
-      )
-      for cache, token, axis in zip(recent, new, _ENTRIES, strict=True)
+      ),
+      recent,
+      new,
     )
     carry = (
       recent,
@@ -372,15 +390,16 @@ def decode(
   cursor = state.rows[:, _CURSOR].T
   carry, (emitted, heads) = jax.lax.scan(
     one_step,
-    (attention.as_cache(fresh, fresh), *cursor),
+    (_empty_cache(policy, slots, steps), *cursor),
     jnp.arange(steps),
   )
   recent, last, positions, budget = carry
-  keys, values = (
-    _append(cache, new, starts, positions - starts, axis)
-    for cache, new, axis in zip(
-      (state.keys, state.values), recent, _ENTRIES, strict=True
-    )
+  cache = _by_axis(
+    lambda cache, new, axis: _append(
+      cache, new, starts, positions - starts, axis
+    ),
+    state.cache,
+    recent,
   )
   tokens, valid, logp, hit = (x.T for x in emitted)
   ended = valid[:, 0] & (budget == 0)
@@ -396,7 +415,7 @@ def decode(
   packed = jnp.concatenate([c.astype(jnp.int32) for c in columns], axis=1)
   cursor = jnp.stack([last, positions, budget], axis=1)
   rows = state.rows.at[:, _CURSOR].set(cursor)
-  return DecodeState(keys=keys, values=values, rows=rows), packed
+  return DecodeState(cache=cache, rows=rows), packed
 
 
 def _settings(rows: Int[Array, "S W"]) -> sampling.Settings:
@@ -441,13 +460,25 @@ def _bits(x: Float[Array, "*axes"]) -> Int[Array, "*axes"]:
   return jax.lax.bitcast_convert_type(x, jnp.int32)
 
 
+def _by_axis(
+  update: Callable[[jax.Array, jax.Array, int], jax.Array],
+  cache: transformer.Stacks,
+  new: transformer.Stacks,
+) -> transformer.Stacks:
+  """Maps over all keys, then values, told which axis their entries lie on."""
+  return [
+    (update(keys, new_keys, 4), update(values, new_values, 3))
+    for (keys, values), (new_keys, new_values) in zip(cache, new, strict=True)
+  ]
+
+
 def _append(
-  cache: Float[Array, "L S *entry"],
-  new: Float[Array, "L S *step"],
+  cache: Float[Array, "l S *entry"],
+  new: Float[Array, "l S *step"],
   starts: Int[Array, " S"],
   counts: Int[Array, " S"],
   axis: int,
-) -> Float[Array, "L S *entry"]:
+) -> Float[Array, "l S *entry"]:
   """Writes the first counts[s] entries of `new` behind those of each slot.
 
   On TPUs by a product and a choice, which pass over the cache once: a scatter
@@ -465,12 +496,12 @@ def _append(
 
 
 def _scatter(
-  cache: Float[Array, "L S *entry"],
-  new: Float[Array, "L S *step"],
+  cache: Float[Array, "l S *entry"],
+  new: Float[Array, "l S *step"],
   starts: Int[Array, " S"],
   counts: Int[Array, " S"],
   axis: int,
-) -> Float[Array, "L S *entry"]:
+) -> Float[Array, "l S *entry"]:
   """Slots are a batch dimension, so it stays local to their devices."""
   step = jnp.arange(new.shape[axis])
   entry = jnp.where(

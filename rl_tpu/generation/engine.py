@@ -112,14 +112,14 @@ class Config:
 class Prefix:
   """One prefilled sequence, waiting for a slot."""
 
-  keys: Any
-  values: Any
+  cache: Any
   packed: Any
 
 
 class _Programs(NamedTuple):
   """The jitted functions of one (policy, config, mesh)."""
 
+  serve: Callable[[Any], Any]
   empty_state: Callable[[], DecodeState]
   prefill: Callable[..., Any]
   insert: Callable[..., DecodeState]
@@ -133,7 +133,10 @@ class _Programs(NamedTuple):
 def _programs(
   policy: transformer.Policy, config: Config, mesh: jax.sharding.Mesh
 ) -> _Programs:
-  """Jits the functions; engines of equal arguments share the compilations."""
+  """Jits the functions; engines of equal arguments share the compilations.
+
+  `policy` is the one that serves, with its stacks of layers.
+  """
   whole = sharding.named(mesh)
   weights = policy.param_shardings(mesh)
   caches = decoding.cache_sharding(mesh)
@@ -141,7 +144,7 @@ def _programs(
 
   def empty_state():
     return decoding.empty_state(
-      policy.config, config.slots, entries, config.max_stop_ids
+      policy, config.slots, entries, config.max_stop_ids
     )
 
   states = decoding.state_shardings(mesh)
@@ -150,11 +153,8 @@ def _programs(
     tokens = decoding.padded_tokens(packed, config.max_stop_ids)
     return policy.prefill(params, tokens)
 
-  def insert(state, keys, values, packed):
-    return decoding.insert(state, keys, values, packed)
-
   def admit(params, state, packed):
-    return insert(state, *prefill(params, packed), packed)
+    return decoding.insert(state, prefill(params, packed), packed)
 
   def extend(params, state, packed):
     return decoding.extend(policy, params, state, packed)
@@ -165,13 +165,14 @@ def _programs(
     )
 
   return _Programs(
+    serve=jax.jit(policy.split, out_shardings=weights),
     empty_state=jax.jit(empty_state, out_shardings=states),
     prefill=jax.jit(
-      prefill, in_shardings=(weights, whole), out_shardings=(caches, caches)
+      prefill, in_shardings=(weights, whole), out_shardings=caches
     ),
     insert=jax.jit(
-      insert,
-      in_shardings=(states, caches, caches, whole),
+      decoding.insert,
+      in_shardings=(states, caches, whole),
       out_shardings=states,
       donate_argnums=0,
     ),
@@ -200,6 +201,12 @@ def _programs(
       donate_argnums=1,
     ),
   )
+
+
+def _stacks(policy: transformer.Policy, mesh: jax.sharding.Mesh) -> int:
+  """TPUs slice a stack as they read it; elsewhere a layer is an array."""
+  on_tpu = mesh.devices.flat[0].platform == "tpu"
+  return 1 if on_tpu else policy.config.num_layers
 
 
 class PolicyEngine(engine_api.Engine):
@@ -232,8 +239,8 @@ class PolicyEngine(engine_api.Engine):
     self.policy = policy
     self.config = config
     self._mesh = mesh
-    self._shardings = policy.param_shardings(mesh)
-    self._programs = _programs(policy, config, mesh)
+    self._served = dataclasses.replace(policy, stacks=_stacks(policy, mesh))
+    self._programs = _programs(self._served, config, mesh)
     self._batches = sorted(
       {-(-min(n, config.slots) // ways) * ways for n in config.prefill_batches}
     )
@@ -242,10 +249,9 @@ class PolicyEngine(engine_api.Engine):
   # What JetStream asks of an engine.
 
   def load_params(self, params: Any, version: int = 0) -> VersionedParams:
-    """Copies weights to this engine's mesh and names their version."""
-    return VersionedParams(
-      version=version, params=sharding.reshard(params, self._shardings)
-    )
+    """Copies the policy's weights to this engine's mesh, as it serves them."""
+    moved = sharding.reshard(params, self.policy.param_shardings(self._mesh))
+    return self.serve(VersionedParams(version=version, params=moved))
 
   def init_decode_state(self) -> DecodeState:
     """A decode state with every slot free."""
@@ -287,8 +293,8 @@ class PolicyEngine(engine_api.Engine):
     bucket = self.config.bucket(true_length)
     packed = self._pack([one], bucket, self._batches[0])
     with jax.set_mesh(self._mesh):
-      keys, values = self._programs.prefill(params.params, packed)
-    return Prefix(keys=keys, values=values, packed=packed)
+      cache = self._programs.prefill(params.params, packed)
+    return Prefix(cache=cache, packed=packed)
 
   def insert(
     self, prefix: Prefix, decode_state: DecodeState, slot: int
@@ -297,9 +303,7 @@ class PolicyEngine(engine_api.Engine):
     packed = np.array(prefix.packed)
     packed[0, 0] = slot
     with jax.set_mesh(self._mesh):
-      return self._programs.insert(
-        decode_state, prefix.keys, prefix.values, packed
-      )
+      return self._programs.insert(decode_state, prefix.cache, packed)
 
   def generate(
     self, params: VersionedParams, decode_state: DecodeState
@@ -316,7 +320,7 @@ class PolicyEngine(engine_api.Engine):
   def get_prefix_destination_sharding(self) -> Prefix:
     """Where `insert` wants a prefix that was computed elsewhere."""
     caches = decoding.cache_sharding(self._mesh)
-    return Prefix(keys=caches, values=caches, packed=sharding.named(self._mesh))
+    return Prefix(cache=caches, packed=sharding.named(self._mesh))
 
   def get_tokenizer(self) -> NoReturn:
     """There is none: token in, token out.
@@ -355,6 +359,16 @@ class PolicyEngine(engine_api.Engine):
     return None
 
   # What JetStream lacks.
+
+  def serve(self, published: VersionedParams) -> VersionedParams:
+    """What this engine holds for the policy's weights on its mesh.
+
+    Copies them where the layout differs, which costs their memory twice until
+    the given ones are dropped.
+    """
+    with jax.set_mesh(self._mesh):
+      params = self._programs.serve(published.params)
+    return dataclasses.replace(published, params=params)
 
   def admit(
     self,
@@ -453,10 +467,13 @@ class PolicyEngine(engine_api.Engine):
       ValueError: names, shapes or dtypes differ from the policy's, or an array
         does not lie on this engine's mesh as it should.
     """
-    expected = self.policy.abstract_params()
+    expected = self._served.abstract_params()
     names, known = jax.tree.structure(params), jax.tree.structure(expected)
     if names != known:
-      raise ValueError(f"weights are named {names}; they must be {known}")
+      raise ValueError(
+        f"weights are named {names}; they must be {known}: lay them out with "
+        "load_params or serve first"
+      )
 
     def check(path, leaf, like, wanted):
       name = jax.tree_util.keystr(path)
@@ -471,7 +488,8 @@ class PolicyEngine(engine_api.Engine):
           "move it with load_params first"
         )
 
-    jax.tree_util.tree_map_with_path(check, params, expected, self._shardings)
+    shardings = self._served.param_shardings(self._mesh)
+    jax.tree_util.tree_map_with_path(check, params, expected, shardings)
 
   def _pack(
     self, admissions: Sequence[Admission], bucket: int, rows: int

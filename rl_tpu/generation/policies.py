@@ -54,7 +54,7 @@ def load(
     params = _restore(path, abstract)
   if not _all_finite(params):
     raise ValueError(f"the weights in {path} are not all finite")
-  return VersionedParams(version=version, params=params)
+  return engine.serve(VersionedParams(version=version, params=params))
 
 
 @contextlib.contextmanager

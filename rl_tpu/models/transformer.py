@@ -3,7 +3,10 @@
 Pre-norm blocks with RMSNorm, rotary positions, grouped-query attention
 (optional RMSNorm on q and k, as in Qwen3, or biases, as in Qwen2) and SwiGLU;
 tied or untied head.
-Layers are stacked and scanned, so compile time does not grow with depth.
+Layers are stacked and scanned, so compile time does not grow with depth. A
+generator may hold them in several stacks (`Policy.stacks`), scanned one after
+another: CPUs compute with a whole array where they would copy a layer out of a
+stack at every step.
 
 The Flax modules describe the weights and what a layer does. `Policy` binds a
 `Config` to functions over a plain pytree of weights: that tree is what gets
@@ -30,6 +33,8 @@ from rl_tpu.models.rotary import Scaling, rotary
 
 Params = dict[str, Any]
 KeysValues = tuple[jax.Array, jax.Array]
+Stacks = Sequence[KeysValues]
+"""Keys and values of every layer: a pair for each stack of layers."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -256,9 +261,18 @@ class Transformer(nnx.Module):
 
 
 @functools.lru_cache
-def _abstract(config: Config):
+def _abstract(module: type[nnx.Module], config: Config) -> tuple[Any, Any]:
   """Graph definition and abstract state, without computing anything."""
-  return nnx.split(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0))))
+  make: Any = module
+  return nnx.split(nnx.eval_shape(lambda: make(config, nnx.Rngs(0))))
+
+
+def _with_params(module: type[nnx.Module], config: Config, params: Any) -> Any:
+  """The module around a tree of its weights."""
+  graph, state = _abstract(module, config)
+  state = jax.tree.map(lambda leaf: leaf, state)
+  nnx.replace_by_pure_dict(state, params)
+  return nnx.merge(graph, state)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,15 +280,40 @@ class Policy:
   """A decoder as functions of (params, tokens); hashable, holds no arrays."""
 
   config: Config
+  stacks: int = 1
+  """Arrays that a weight of the layers is split into, each of as many layers;
+  keys and values come in as many. The learner's is 1."""
+
+  def __post_init__(self):
+    if self.stacks < 1 or self.config.num_layers % self.stacks:
+      raise ValueError(
+        f"stacks is {self.stacks}; it must divide num_layers "
+        f"{self.config.num_layers}"
+      )
 
   def init(self, key: jax.Array) -> Params:
     """Draws float32 weights; jit it with shardings for a large model."""
     model = Transformer(self.config, nnx.Rngs(params=key))
-    return nnx.to_pure_dict(nnx.split(model)[1])
+    return self.split(nnx.to_pure_dict(nnx.split(model)[1]))
+
+  def split(self, params: Params) -> Params:
+    """The weights in this policy's stacks, given those of one stack.
+
+    Copies the layers where there are several; cost is linear in their bytes.
+    """
+    if self.stacks == 1:
+      return params
+    depth = self.config.num_layers // self.stacks
+    parts = [
+      jax.tree.map(lambda x: x[first : first + depth], params["layers"])  # noqa: B023
+      for first in range(0, self.config.num_layers, depth)
+    ]
+    return {**params, "layers": parts}
 
   def abstract_params(self) -> Params:
     """Shapes and dtypes of the weights."""
-    return nnx.to_pure_dict(_abstract(self.config)[1])
+    whole = nnx.to_pure_dict(_abstract(Transformer, self.config)[1])
+    return jax.eval_shape(self.split, whole)
 
   def logical_axes(self) -> Params:
     """Logical axes of each weight; stacked ones start with 'layers'."""
@@ -286,10 +325,13 @@ class Policy:
 
     state = jax.tree.map(
       axes,
-      _abstract(self.config)[1],
+      _abstract(Transformer, self.config)[1],
       is_leaf=lambda leaf: isinstance(leaf, nnx.Variable),
     )
-    return nnx.to_pure_dict(state)
+    whole = nnx.to_pure_dict(state)
+    if self.stacks == 1:
+      return whole
+    return {**whole, "layers": [whole["layers"]] * self.stacks}
 
   def param_shardings(self, mesh: jax.sharding.Mesh) -> Params:
     """Where each weight lives on `mesh`; raises where it does not divide."""
@@ -329,10 +371,8 @@ class Policy:
       preferred_element_type=jnp.float32,
     )
 
-  def prefill(
-    self, params: Params, tokens: Int[Array, "S T"]
-  ) -> tuple[Float[Array, "L S T K h"], Float[Array, "L S T K h"]]:
-    """Keys and values of one sequence a row, right-padded.
+  def prefill(self, params: Params, tokens: Int[Array, "S T"]) -> Stacks:
+    """Keys and values, [l, S, T, K, h], of one sequence a row, right-padded.
 
     Entries past a sequence's length are meaningless and must stay masked.
     """
@@ -351,22 +391,21 @@ class Policy:
     params: Params,
     tokens: Int[Array, "S T"],
     starts: Int[Array, " S"],
-    keys: Float[Array, "L S C K h"],
-    values: Float[Array, "L S C K h"],
-  ) -> tuple[Float[Array, "L S T K h"], Float[Array, "L S T K h"]]:
+    cache: Stacks,
+  ) -> Stacks:
     """Keys and values of tokens that continue a cache, right-padded.
 
-    Row s goes on at position starts[s]; the entries before it count. Cost is
-    linear in S * T * (C + T).
+    Both are [l, S, entries, K, h]. Row s goes on at position starts[s]; the
+    entries before it count. Cost is linear in S * T * (C + T).
     """
     positions = starts[:, None] + jnp.arange(tokens.shape[1])
 
-    def attend(cache, q, k, v):
-      cached_keys, cached_values = cache
-      return attention.extended(q, k, v, cached_keys, cached_values, starts)
+    def attend(layer, q, k, v):
+      keys, values = layer
+      return attention.extended(q, k, v, keys, values, starts)
 
     x = self._embed(params, tokens, "slots")
-    _, new = self._layers(params, x, positions, attend, (keys, values))
+    _, new = self._layers(params, x, positions, attend, cache)
     return new
 
   def decode(
@@ -374,15 +413,15 @@ class Policy:
     params: Params,
     tokens: Int[Array, " S"],
     positions: Int[Array, " S"],
-    caches: Sequence[tuple[KeysValues, Bool[Array, "S C"]]],
-  ) -> tuple[Float[Array, "S V"], KeysValues]:
+    caches: Sequence[tuple[Stacks, Bool[Array, "S C"]]],
+  ) -> tuple[Float[Array, "S V"], Stacks]:
     """One token a slot against its caches, each of a size of its own.
 
-    A cache is keys and values, [L, S, K, h, C] and [L, S, K, C, h], and which
-    entries count. It is only read: the token's own key and value ([L, S, K, h])
-    come back to be written once for all layers. Cost is linear in S * C.
+    A cache is keys and values, [l, S, K, h, C] and [l, S, K, C, h], and which
+    entries count. It is only read: the token's own key and value ([l, S, K, h])
+    come back to be written once. Cost is linear in S * C.
     """
-    keys_values = [cache for cache, _ in caches]
+    by_stack = list(zip(*(cache for cache, _ in caches), strict=True))
     seen = [counted for _, counted in caches]
 
     def attend(layer, q, k, v):
@@ -390,7 +429,7 @@ class Policy:
       return attention.one_token(q, k, v, read)
 
     x = self._embed(params, tokens, "slots")
-    x, new = self._layers(params, x, positions, attend, keys_values)
+    x, new = self._layers(params, x, positions, attend, by_stack)
     return self.logits(params, self._final_norm(params, x)), new
 
   def _embed(self, params, tokens, axis):
@@ -398,21 +437,25 @@ class Policy:
     return sharding.constrain(x, axis, *(None,) * (x.ndim - 1))
 
   def _final_norm(self, params, x):
-    return self._module(params).final_norm(x)
-
-  def _module(self, params) -> Transformer:
-    graph, state = _abstract(self.config)
-    state = jax.tree.map(lambda leaf: leaf, state)
-    nnx.replace_by_pure_dict(state, params)
-    return nnx.merge(graph, state)
+    norm = RMSNorm(self.config.d_model, self.config.norm_eps)
+    norm.scale = nnx.Param(params["final_norm"]["scale"])
+    return norm(x)
 
   def _layers(self, params, x, positions, attend: Callable, cache=None):
-    """Scans the blocks; `attend` gets a layer's cache (or None) first."""
-    graph, stacked = nnx.split(self._module(params).layers)
+    """Scans the stacks of blocks; `attend` gets a layer's cache first.
+
+    Returns what leaves the last block, and keys and values by stack.
+    """
+    layers = params["layers"]
+    stacks = layers if isinstance(layers, list) else [layers]
 
     def body(x, layer):
-      state, layer_cache = layer
-      block: Any = nnx.merge(graph, state)
+      weights, layer_cache = layer
+      block = _with_params(Block, self.config, weights)
       return block(x, positions, functools.partial(attend, layer_cache))
 
-    return jax.lax.scan(body, x, (stacked, cache))
+    keys_values = []
+    for stack in zip(stacks, cache or [None] * len(stacks), strict=True):
+      x, new = jax.lax.scan(body, x, stack)
+      keys_values.append(new)
+    return x, keys_values

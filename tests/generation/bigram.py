@@ -30,6 +30,7 @@ CONFIG = engine.Config(
 @dataclasses.dataclass(frozen=True)
 class Bigram:
   vocab_size: int = VOCAB
+  stacks: int = 1
 
   @property
   def config(self) -> transformer.Config:
@@ -50,13 +51,16 @@ class Bigram:
   def param_shardings(self, mesh):
     return {"table": sharding.named(mesh)}
 
+  def split(self, params):
+    return params
+
   def prefill(self, params, tokens):
     empty = jnp.zeros((1, *tokens.shape, 1, 2))
-    return empty, empty
+    return [(empty, empty)]
 
   def decode(self, params, tokens, positions, caches):
     empty = jnp.zeros((1, len(tokens), 1, 2))
-    return params["table"][tokens], (empty, empty)
+    return params["table"][tokens], [(empty, empty)]
 
 
 def one_device_mesh():

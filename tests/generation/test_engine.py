@@ -59,8 +59,13 @@ def served():
 
 
 @pytest.fixture(scope="module")
-def weights(served):
-  return served.load_params(INIT(jax.random.key(0)), version=3)
+def initial():
+  return INIT(jax.random.key(0))
+
+
+@pytest.fixture(scope="module")
+def weights(served, initial):
+  return served.load_params(initial, version=3)
 
 
 @pytest.fixture(scope="module")
@@ -87,10 +92,10 @@ def test_a_sample_does_not_depend_on_slot_company_or_sizes(played, weights):
     np.testing.assert_allclose(alone[1], played[slot][1], atol=1e-5)
 
 
-def test_a_2x2_mesh_samples_what_one_device_samples(played, weights):
+def test_a_2x2_mesh_samples_what_one_device_samples(played, initial):
   mesh = sharding.make_mesh(sharding.MeshShape(fsdp=2, tensor=2), jax.devices())
   spread = policy_engine(mesh, prefill_batches=(1,))
-  moved = spread.load_params(weights.params, version=3)
+  moved = spread.load_params(initial, version=3)
   spread.check_params(moved.params)
   assert len(moved.params["embedding"].sharding.device_set) == 4
   order = [3, 0, 2]
@@ -101,16 +106,17 @@ def test_a_2x2_mesh_samples_what_one_device_samples(played, weights):
     np.testing.assert_allclose(result[slot][1], played[there][1], atol=1e-5)
 
 
-def test_one_sequence_prefills_on_a_mesh_that_splits_slots(weights):
+def test_one_sequence_prefills_on_a_mesh_that_splits_slots(initial):
   mesh = sharding.make_mesh(sharding.MeshShape(fsdp=2, tensor=2), jax.devices())
   spread = policy_engine(mesh, prefill_batches=(1,))
   prefix = spread.prefill(
-    params=spread.load_params(weights.params),
+    params=spread.load_params(initial),
     padded_tokens=np.arange(4),
     true_length=3,
   )
-  wanted = spread.get_prefix_destination_sharding().keys
-  assert prefix.keys.sharding.is_equivalent_to(wanted, prefix.keys.ndim)
+  wanted = spread.get_prefix_destination_sharding().cache
+  for array in jax.tree.leaves(prefix.cache):
+    assert array.sharding.is_equivalent_to(wanted, array.ndim)
 
 
 def test_a_resumed_sequence_goes_on_as_if_it_had_never_stopped(
@@ -295,11 +301,14 @@ def test_requests_that_cannot_be_served_are_refused(request_, message):
 
 def test_X09_weights_that_stayed_on_other_devices_are_refused(served):
   elsewhere = sharding.make_mesh(sharding.MeshShape(), jax.devices()[1:])
-  params = sharding.reshard(
-    INIT(jax.random.key(0)), POLICY.param_shardings(elsewhere)
-  )
-  with pytest.raises(ValueError, match="load_params"):
-    served.check_params(params)
+  moved = policy_engine(elsewhere).load_params(INIT(jax.random.key(0)))
+  with pytest.raises(ValueError, match="it must be at .* load_params"):
+    served.check_params(moved.params)
+
+
+def test_weights_as_the_learner_holds_them_are_not_served(served, initial):
+  with pytest.raises(ValueError, match="lay them out with load_params"):
+    served.check_params(initial)
 
 
 def test_H15_weights_of_another_model_are_refused(served, weights):
@@ -396,12 +405,12 @@ def test_a_head_changes_no_sample_and_costs_nothing_where_none_is_kept(
     assert result.topk_ids.shape == result.topk_logp.shape == (4, 2, width)
 
 
-def test_a_2x2_mesh_keeps_the_head_that_one_device_keeps(weights):
+def test_a_2x2_mesh_keeps_the_head_that_one_device_keeps(initial):
   mesh = sharding.make_mesh(sharding.MeshShape(fsdp=2, tensor=2), jax.devices())
   results = []
   for where in (None, mesh):
     served = policy_engine(where, behavior_top_k=5, prefill_batches=(4,))
-    moved = served.load_params(weights.params)
+    moved = served.load_params(initial)
     admissions = [admission(i, r) for i, r in enumerate(REQUESTS)]
     state = served.admit(moved, served.init_decode_state(), admissions)
     results.append(served.generate(moved, state)[1].convert_to_numpy())

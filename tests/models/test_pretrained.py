@@ -14,7 +14,7 @@ from rl_tpu.generation import driver as drivers
 from rl_tpu.generation import engine as engines
 from rl_tpu.models import huggingface, transformer
 from rl_tpu.models.tokenizer import encode_chat, encode_prompt
-from rl_tpu.types import Request, Sampling, VersionedParams
+from rl_tpu.types import Request, Sampling
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
 SMOLLM2 = os.environ.get("RL_TPU_SMOLLM2")
@@ -36,7 +36,7 @@ def greedy(policy, params, prompts, max_tokens, stop_ids=()):
     ),
   )
   driver = drivers.GenerationDriver(engine, interruption="drain")
-  driver.update(VersionedParams(version=0, params=params))
+  driver.update(engine.load_params(params))
   sampling = Sampling(temperature=0.0, max_tokens=max_tokens, stop_ids=stop_ids)
 
   async def complete():

@@ -71,24 +71,38 @@ def test_padding_does_not_change_a_trajectory():
   assert np.isfinite(whole).all()
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_cached_decode_equals_the_full_forward(kv_heads):
+@pytest.mark.parametrize(
+  ("kv_heads", "stacks"), [(1, 1), (2, 1), (4, 1), (2, 2)]
+)
+def test_cached_decode_equals_the_full_forward(kv_heads, stacks):
   config = dataclasses.replace(SMALL, num_kv_heads=kv_heads, tied=False)
   policy, params = make(config)
   tokens = jax.random.randint(jax.random.key(2), (3, 9), 0, 48)
   positions = jnp.broadcast_to(jnp.arange(9), (3, 9))
   expected = logits(policy, params, tokens, positions, jnp.zeros_like(tokens))
   lengths = jnp.array([2, 5, 8])
-  keys, values = policy.prefill(params, tokens)
+  policy = dataclasses.replace(policy, stacks=stacks)
+  params = policy.split(params)
+  prefilled = policy.prefill(params, tokens)
   unwritten = jnp.arange(9)[None, :] >= lengths[:, None]
   garbage = jnp.where(unwritten[None, :, :, None, None], 1e3, 0.0)
   own = tokens[jnp.arange(3), lengths]
   seen = jnp.arange(9) < lengths[:, None]
-  cache = attention.as_cache(keys + garbage, values + garbage)
+  cache = [
+    attention.as_cache(keys + garbage, values + garbage)
+    for keys, values in prefilled
+  ]
   got, new = policy.decode(params, own, lengths, [(cache, seen)])
   np.testing.assert_allclose(got, expected[jnp.arange(3), lengths], atol=1e-4)
-  whole_keys = keys[:, jnp.arange(3), lengths]
-  np.testing.assert_allclose(new[0], whole_keys, atol=1e-5)
+  assert len(prefilled) == len(new) == stacks
+  for (keys, _), (own_keys, _) in zip(prefilled, new, strict=True):
+    whole_keys = keys[:, jnp.arange(3), lengths]
+    np.testing.assert_allclose(own_keys, whole_keys, atol=1e-5)
+
+
+def test_stacks_must_divide_the_layers():
+  with pytest.raises(ValueError, match="stacks is 3; it must divide .* 2"):
+    transformer.Policy(SMALL, stacks=3)
 
 
 def test_a_mesh_of_2x2_computes_what_one_device_does():

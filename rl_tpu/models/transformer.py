@@ -65,6 +65,9 @@ class Config:
   """The head is the transposed embedding."""
   compute_dtype: str = "float32"
   """Of activations: float32 or bfloat16. Weights and logits are float32."""
+  remat: Literal["none", "dots", "full"] = "none"
+  """What the backward pass of a layer computes again: nothing, all but products
+  with weights, or all; each holds less memory than the one before."""
 
   def __post_init__(self):
     for field in dataclasses.fields(self):
@@ -83,6 +86,10 @@ class Config:
       raise ValueError(
         f"attention_bias is {self.attention_bias!r}; "
         "it must be 'qkv', 'qkvo' or None"
+      )
+    if self.remat not in ("none", "dots", "full"):
+      raise ValueError(
+        f"remat is {self.remat!r}; it must be 'none', 'dots' or 'full'"
       )
     if self.compute_dtype not in ("float32", "bfloat16"):
       raise ValueError(
@@ -126,15 +133,15 @@ SIZES: dict[str, Config] = {
 """Shapes by name, 0.1M to 32B parameters."""
 
 
-def sized(name: str) -> Config:
-  """The config of this name.
+def sized(name: str, **changes: Any) -> Config:
+  """The config of this name, with some fields changed.
 
   Raises:
     ValueError: no such size; lists those there are.
   """
   if name not in SIZES:
     raise ValueError(f"model is {name!r}; it must be one of {sorted(SIZES)}")
-  return SIZES[name]
+  return dataclasses.replace(SIZES[name], **changes)
 
 
 def _weight(rngs: nnx.Rngs, shape, axes: sharding.LogicalAxes, fan_in: int):
@@ -146,6 +153,14 @@ def _weight(rngs: nnx.Rngs, shape, axes: sharding.LogicalAxes, fan_in: int):
 def _bias(*shape: int):
   """A float32 bias of zeros, whole on every device; like norms, not decayed."""
   return nnx.Param(jnp.zeros(shape), logical_axes=(None,) * len(shape))
+
+
+_SAVED = {
+  "none": None,
+  "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+  "full": jax.checkpoint_policies.nothing_saveable,
+}
+"""By `Config.remat`, what a layer keeps for its backward pass."""
 
 
 class RMSNorm(nnx.Module):
@@ -415,4 +430,8 @@ class Policy:
       block: Any = nnx.merge(graph, state)
       return block(x, positions, functools.partial(attend, layer_cache))
 
+    policy = _SAVED[self.config.remat]
+    if policy is not None and cache is None:
+      # Inside a scan nothing can be merged with the backward pass anyway.
+      body = jax.checkpoint(body, policy=policy, prevent_cse=False)
     return jax.lax.scan(body, x, (stacked, cache))

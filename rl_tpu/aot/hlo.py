@@ -16,7 +16,6 @@ under one channel, and counts once. Kernels (Pallas) have no cycles either.
 """
 
 import dataclasses
-import itertools
 import math
 import re
 from collections.abc import Iterator
@@ -194,7 +193,7 @@ def _logical_lines(text: str) -> Iterator[str]:
   """Lines, with those that belong to the instruction before glued to it."""
   pending = ""
   for line in text.splitlines():
-    if _START.match(line) or _COMPUTATION.match(line) or line.startswith("}"):
+    if _START.match(line) or _COMPUTATION.match(line) or line.rstrip() == "}":
       yield pending
       pending = line
     else:
@@ -380,9 +379,3 @@ def _moved(kind: str, op: Op, members: int) -> int:
 
 def _members(shape: str) -> list[str]:
   return [found[0] for found in re.finditer(_ARRAY, shape)]
-
-
-def top(program: Program, count: int) -> list[tuple[Op, int]]:
-  """The operations that take most cycles over the whole program."""
-  ranked = sorted(program.ops, key=lambda o: -o[0].cycles * o[1])
-  return list(itertools.islice(ranked, count))

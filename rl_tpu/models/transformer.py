@@ -67,7 +67,8 @@ class Config:
   """Of activations: float32 or bfloat16. Weights and logits are float32."""
   remat: Literal["none", "dots", "full"] = "none"
   """What the backward pass of a layer computes again: nothing, all but products
-  with weights, or all; each holds less memory than the one before."""
+  with weights and attention's kernel, or all; each holds less memory than the
+  one before."""
 
   def __post_init__(self):
     for field in dataclasses.fields(self):
@@ -157,7 +158,10 @@ def _bias(*shape: int):
 
 _SAVED = {
   "none": None,
-  "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+  "dots": jax.checkpoint_policies.save_from_both_policies(
+    jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    jax.checkpoint_policies.save_only_these_names(attention.KEPT),
+  ),
   "full": jax.checkpoint_policies.nothing_saveable,
 }
 """By `Config.remat`, what a layer keeps for its backward pass."""

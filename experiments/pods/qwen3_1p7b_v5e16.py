@@ -34,7 +34,7 @@ def get_config() -> ml_collections.ConfigDict:
       model=transformer.sized(MODEL, compute_dtype="bfloat16", remat="full"),
       sampling=Sampling(max_tokens=3072),
       learner=learner.Config(
-        minibatches=4, microbatch_rows=16, row_length=4096, logit_chunk=512
+        minibatches=4, microbatch_rows=64, row_length=4096, logit_chunk=512
       ),
       engine=engine.Config(
         slots=64,

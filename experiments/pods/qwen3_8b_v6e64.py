@@ -32,7 +32,7 @@ def get_config() -> ml_collections.ConfigDict:
         name="reasoning_gym", config=envs.get("reasoning_gym").Config()
       ),
       algorithm=Choice(name="decoupled_ppo", config=loss),
-      model=transformer.sized(MODEL, compute_dtype="bfloat16", remat="full"),
+      model=transformer.sized(MODEL, compute_dtype="bfloat16", remat="dots"),
       sampling=Sampling(max_tokens=15360),
       learner=learner.Config(
         minibatches=4, microbatch_rows=16, row_length=16384, logit_chunk=1024

@@ -40,6 +40,8 @@ class Work:
   """Bytes of its arguments, by what they are."""
   beside: dict[str, int] = dataclasses.field(default_factory=dict)
   """Bytes that lie in HBM while it runs without being its arguments."""
+  cheap_branches: bool = False
+  """Whether its conditionals are about what training does not ask for."""
   remedies: str
   """What to change where it does not fit."""
 
@@ -80,7 +82,7 @@ class Estimate:
     self.topology = topology
     self.program = hlo.Program(ops=[], kernels=[], collectives=[], unknown=[])
     if compiled.refused is None:
-      self.program = hlo.read(compiled.text)
+      self.program = hlo.read(compiled.text, work.cheap_branches)
     self.traffic = _traffic(self.program, topology, devices)
     self.doubts = self._doubts()
 

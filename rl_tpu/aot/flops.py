@@ -26,15 +26,16 @@ def forward(
   config: transformer.Config, rows: int, length: int, head: bool = True
 ) -> float:
   """Least operations of a forward pass over full rows; `head`: to logits."""
-  weights = _blocks(config) + head * config.vocab_size * config.d_model
+  weights = multiplying(config, head)
   attention = 2 * config.num_layers * config.num_heads * config.head_dim
   return rows * (2 * weights * length + attention * length**2)
 
 
-def _blocks(config: transformer.Config) -> int:
-  """Weights between embedding and output head."""
+def multiplying(config: transformer.Config, head: bool = True) -> int:
+  """Weights that multiply every token, those of the output head among them."""
   weights = transformer.Policy(config).num_params()
-  return weights - (2 - config.tied) * config.vocab_size * config.d_model
+  others = (2 - config.tied - head) * config.vocab_size * config.d_model
+  return weights - others
 
 
 def traced(jaxpr: Any) -> float:

@@ -8,7 +8,8 @@ as the loop turns, they are the time that one chip computes:
 
 Loops have no trip count in the text; it is what the counter is compared with in
 the loop's condition. A loop where that is no constant is listed in `unknown`,
-and sums over it mean nothing. Of a conditional the dearest branch counts.
+and sums over it mean nothing. Of a conditional one branch counts, the dearest
+unless told otherwise.
 
 Collectives have no cycles; they are listed with their bytes and who takes part.
 An asynchronous collective appears in every fusion that goes on while it runs,
@@ -18,7 +19,8 @@ under one channel, and counts once. Kernels (Pallas) have no cycles either.
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -101,10 +103,17 @@ class Program:
 Computations = dict[str, dict[str, Op]]
 
 
-def read(text: str) -> Program:
-  """Reads the text of a compiled module."""
+def read(text: str, cheap_branches: bool = False) -> Program:
+  """Reads the text of a compiled module.
+
+  Args:
+    text: of the module.
+    cheap_branches: whether of a conditional the cheapest branch counts, not
+      the dearest.
+  """
   computations, entry = parse(text)
-  return _Walk(computations).computation(entry, 1)
+  choose = min if cheap_branches else max
+  return _Walk(computations, choose).computation(entry, 1)
 
 
 def parse(text: str) -> tuple[Computations, str]:
@@ -232,8 +241,8 @@ def _balanced(text: str, start: int) -> int:
 class _Walk:
   """Goes through a module as it would run."""
 
-  def __init__(self, computations: Computations):
-    self._computations = computations
+  def __init__(self, computations: Computations, choose: Callable[..., Any]):
+    self._computations, self._choose = computations, choose
     self._channels: set[str] = set()
 
   def computation(self, name: str, times: int) -> Program:
@@ -258,7 +267,7 @@ class _Walk:
       return
     if op.opcode == "conditional":
       branches = [self.computation(b, times) for b in _branches(op)]
-      yield max(branches, key=lambda branch: branch.cycles)
+      yield self._choose(branches, key=lambda branch: branch.cycles)
       return
     called = op.attribute("calls") or (
       op.attribute("to_apply") if op.opcode == "call" else None

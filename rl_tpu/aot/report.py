@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from rl_tpu import parts
 from rl_tpu.aot import flops, programs
@@ -137,8 +138,10 @@ def _generator(config: parts.Config) -> _Side:
   traced = engine.traced()
   weights, state = engine.abstract_arguments()
   held = {"weights": _bytes(weights), "cache": _bytes(state)}
-  # A chip reads all weights of its own share of heads and hidden units.
-  read = _whole_bytes(weights) / shape.tensor + _bytes(state)
+  # A step reads the weights of its share of heads and hidden units, as they are
+  # used, and all of the cache.
+  used = flops.multiplying(model) * jnp.dtype(model.compute_dtype).itemsize
+  read = used / shape.tensor + _bytes(state)
   remedies = (
     f"lower config.engine.slots ({settings.slots}) or context_length "
     f"({settings.context_length}); raise config.devices.generator.tensor "
@@ -158,7 +161,9 @@ def _generator(config: parts.Config) -> _Side:
       remedies=remedies + "; lower the last of prefill_batches",
     ),
     "decode": Work(
-      what=f"{settings.slots} slots, {settings.steps_per_dispatch} steps",
+      what=f"{settings.slots} slots, {settings.steps_per_dispatch} steps, "
+      "sampled without filters",
+      cheap_branches=True,
       tokens=settings.slots * settings.steps_per_dispatch,
       flops=flops.traced(traced["decode"].jaxpr.jaxpr) / topology.size,
       least_bytes=read * settings.steps_per_dispatch,
@@ -176,10 +181,6 @@ def _bytes(tree: Any) -> int:
     math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
     for leaf in jax.tree.leaves(tree)
   )
-
-
-def _whole_bytes(tree: Any) -> int:
-  return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def lines(estimate: Estimate) -> Iterator[str]:

@@ -172,7 +172,7 @@ def test_what_is_no_module_is_refused():
     hlo.read("hello")
 
 
-def test_the_dearest_branch_of_a_conditional_counts():
+def test_one_branch_of_a_conditional_counts_the_dearest_unless_told():
   text = """\
 %a (p.1: f32[8]) -> f32[8] {
   ROOT %n.1 = f32[8]{0} negate(%p.1), backend_config={"estimated_cycles":"2"}
@@ -185,6 +185,7 @@ ENTRY %main (p.3: f32[8], i: s32[]) -> f32[8] {
 }
 """
   assert hlo.read(text).cycles == 5
+  assert hlo.read(text, cheap_branches=True).cycles == 2
 
 
 def kernel(name, queries):

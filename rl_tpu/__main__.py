@@ -23,12 +23,22 @@ commands:
   evaluate  held-out accuracy of the newest checkpoint of a run
   serve     the generator as a network service, with the newest checkpoint
   export    the newest checkpoint as a folder that transformers loads
+  compile   what a run would take on TPUs, found on a CPU: memory, time, network
   report    draw a run's figure again: run.png in its directory
 
 FILE defines get_config(ARG); see experiments/quickstart.py. Any field can be
 set, for example --config.seed=1 --config.learner.learning_rate=1e-4.
---port=N is short for --config.serve.port=N.
+--port=N is short for --config.serve.port=N; --topology=v5p:4x4x4, --slices=N
+and --generator_topology=... for fields of --config.compile.
 """
+
+_SHORT = {
+  "port": "serve",
+  "topology": "compile",
+  "slices": "compile",
+  "generator_topology": "compile",
+}
+"""Flags that stand for a field of a section."""
 
 
 def main(arguments: list[str]) -> int:
@@ -44,6 +54,8 @@ def main(arguments: list[str]) -> int:
       file=sys.stderr,
     )
     return 2
+  if command is _compile:
+    _describe_tpus()
   from rl_tpu.config import ConfigError
 
   try:
@@ -51,7 +63,8 @@ def main(arguments: list[str]) -> int:
   except ConfigError as error:
     print(f"rl_tpu: {error}", file=sys.stderr)
     return 2
-  _prepare_jax(config)
+  if command is not _compile:
+    _prepare_jax(config)
   from rl_tpu import train
 
   try:
@@ -66,7 +79,7 @@ def main(arguments: list[str]) -> int:
     print("rl_tpu: stopped at once", file=sys.stderr)
     return 130
   print(json.dumps(figures))
-  return 0
+  return 0 if figures.get("fits", True) else 1
 
 
 def _read_config(arguments: list[str]):
@@ -82,11 +95,7 @@ def _read_config(arguments: list[str]):
   from rl_tpu.config import ConfigError, build
 
   values = flags.FlagValues()
-  short, whole = "--port=", "--config.serve.port="
-  arguments = [
-    whole + a.removeprefix(short) if a.startswith(short) else a
-    for a in arguments
-  ]
+  arguments = [_in_full(argument) for argument in arguments]
   config = config_flags.DEFINE_config_file(
     "config", lock_config=True, flag_values=values, sys_argv=arguments
   )
@@ -104,6 +113,27 @@ def _read_config(arguments: list[str]):
   if config.value is None:
     raise ConfigError("--config is missing; see --help")
   return build(parts.Config, config.value)
+
+
+def _in_full(argument: str) -> str:
+  """A flag by its whole name."""
+  for short, section in _SHORT.items():
+    if argument.startswith(f"--{short}="):
+      return f"--config.{section}.{argument.removeprefix('--')}"
+  return argument
+
+
+def _describe_tpus() -> None:
+  """Before JAX is imported: a CPU here, and a compiler for TPUs elsewhere."""
+  os.environ["JAX_PLATFORMS"] = "cpu"
+  for name, value in (
+    ("TPU_SKIP_MDS_QUERY", "1"),  # no query for the TPU that is not there
+    ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1"),  # several compilations at a time
+    ("TPU_WORKER_HOSTNAMES", "localhost"),  # these keep the compiler quiet
+    ("TPU_ACCELERATOR_TYPE", "v5litepod-16"),
+    ("TPU_WORKER_ID", "0"),
+  ):
+    os.environ.setdefault(name, value)
 
 
 def _prepare_jax(config) -> None:
@@ -164,6 +194,13 @@ def _export(config) -> dict[str, Any]:
   return export.run(config, View(0))
 
 
+def _compile(config) -> dict[str, Any]:
+  from rl_tpu.aot import report
+
+  note = lambda line: print(f"rl_tpu: {line}", file=sys.stderr)  # noqa: E731
+  return report.run(config, print, note)
+
+
 def _report(config) -> dict[str, Any]:
   from rl_tpu import report
 
@@ -177,6 +214,7 @@ COMMANDS: dict[str, Callable[[Any], dict[str, Any]]] = {
   "evaluate": _evaluate,
   "serve": _serve,
   "export": _export,
+  "compile": _compile,
   "report": _report,
 }
 

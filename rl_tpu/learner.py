@@ -30,6 +30,9 @@ from rl_tpu.models import transformer
 from rl_tpu.optimizer import NonFiniteError as NonFiniteError
 from rl_tpu.types import Batch, Estimate, PolicyOutputs
 
+_OF_PROXIMAL = frozenset({"proximal_logp", "proximal_topk_logp"})
+"""Outputs that the forward pass before the first minibatch gives."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(optimizer.Config):
@@ -174,6 +177,38 @@ class Learner:
       params=policy.params, optimizer=policy.optimizer, critic=values
     )
 
+  def traced(self, batch: Batch) -> dict[str, jax.stages.Traced]:
+    """The programs that cost most, by name, on their way to a compiler.
+
+    `update` is the step on one minibatch; `proximal` the forward pass over the
+    whole batch, where the algorithm needs one. Nothing is allocated: the mesh
+    may be one of described devices.
+
+    Args:
+      batch: shapes and dtypes of a packed batch, see `packing.abstract`.
+
+    Raises:
+      ValueError: its rows do not divide into minibatches and microbatches.
+    """
+    n, m, r = self._dealt(batch.tokens.shape[0])
+    arranged = batch.map_rows(
+      lambda x: jax.ShapeDtypeStruct((n, m, r, *x.shape[1:]), x.dtype)
+    )
+    arranged = sharding.placed(arranged, self._places(arranged))
+    state = self.optimizer.abstract_state()
+    reference = None
+    if "reference_logp" in self.requires:
+      reference = state.params
+    programs = {}
+    with jax.set_mesh(self.mesh):
+      score = self._score.trace(state.params, reference, arranged)
+      outputs = sharding.placed(score.out_info, self._places(score.out_info))
+      if self.requires & _OF_PROXIMAL or reference is not None:
+        programs["proximal"] = score
+      arranged = dataclasses.replace(arranged, advantages=outputs.target_logp)
+      programs["update"] = self._update.trace(state, arranged, outputs, 0)
+    return programs
+
   def train(self, state: State, batch: Batch) -> tuple[State, dict[str, float]]:
     """Consumes one packed host batch; `state` is donated.
 
@@ -229,24 +264,31 @@ class Learner:
 
   def _arrange(self, batch: Batch) -> Batch:
     """Deals rows to minibatches in turn and puts them on the mesh."""
+    n, m, r = self._dealt(batch.tokens.shape[0])
+
+    def deal(x):
+      rest = np.shape(x)[1:]
+      dealt = np.asarray(x).reshape(m * r, n, *rest).swapaxes(0, 1)
+      return dealt.reshape(n, m, r, *rest)
+
+    batch = batch.map_rows(deal)
+    return jax.device_put(batch, self._places(batch))
+
+  def _dealt(self, rows: int) -> tuple[int, int, int]:
+    """How many minibatches, microbatches of each, and rows of each."""
     n, r = self.config.minibatches, self.config.microbatch_rows
-    rows = batch.tokens.shape[0]
     if rows % (n * r):
       raise ValueError(
         f"the batch has {rows} rows; it must be a multiple of "
         f"minibatches * microbatch_rows = {n * r}"
       )
+    return n, rows // (n * r), r
 
-    def deal(x):
-      rest = np.shape(x)[1:]
-      dealt = np.asarray(x).reshape(rows // n, n, *rest).swapaxes(0, 1)
-      return dealt.reshape(n, rows // (n * r), r, *rest)
-
-    batch = batch.map_rows(deal)
+  def _places(self, arranged: Any) -> Any:
+    """Where the arrays of a dealt batch, or of its outputs, live."""
     by_rows = sharding.named(self.mesh, None, None, "rows")
     whole = sharding.named(self.mesh)
-    where = jax.tree.map(lambda x: by_rows if np.ndim(x) >= 4 else whole, batch)
-    return jax.device_put(batch, where)
+    return jax.tree.map(lambda x: by_rows if x.ndim >= 4 else whole, arranged)
 
   def _score_batch(self, params, reference, arranged: Batch) -> PolicyOutputs:
     """Outputs that are constant over the minibatches, [n, m, r, T, ...].
@@ -256,7 +298,7 @@ class Learner:
     # Before the first minibatch target and proximal are the same policy;
     # algorithms that do not require it see behavior in its place.
     outputs = PolicyOutputs(target_logp=arranged.behavior_logp)
-    if self.requires & {"proximal_logp", "proximal_topk_logp"}:
+    if self.requires & _OF_PROXIMAL:
       topk = "proximal_topk_logp" in self.requires
       required = frozenset({"target_topk_logp"} if topk else ())
       proximal = self._forward(params, arranged, required)

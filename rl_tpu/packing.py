@@ -14,6 +14,7 @@ import bisect
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jaxtyping import Float
 
@@ -91,6 +92,38 @@ def pack(
   fields = _fill(trajectories, rows, (count, row_length), head_size)
   fields |= _per_trajectory(trajectories, baselines)
   return Batch(**fields, version=_i32(version))
+
+
+def abstract(
+  rows: int,
+  row_length: int,
+  trajectories: int,
+  *,
+  head_size: int = 0,
+  baselines: bool = False,
+) -> Batch:
+  """Shapes and dtypes of what `pack` makes, for compiling ahead of time.
+
+  Args:
+    rows: R.
+    row_length: T.
+    trajectories: how many are packed; N is a size of `bucket`.
+    head_size: K of the sampler's head; 0 where there is none.
+    baselines: whether each trajectory brings one.
+  """
+  kinds = {**_ROW_FIELDS, **(_HEAD_FIELDS if head_size else {})}
+  fields: dict[str, Any] = {}
+  for name, (dtype, _) in kinds.items():
+    tail = (head_size,) if name in _HEAD_FIELDS else ()
+    shape = (rows, row_length, *tail)
+    fields[name] = jax.ShapeDtypeStruct(shape, dtype)
+  each = (bucket(trajectories),)
+  fields["truncated"] = jax.ShapeDtypeStruct(each, np.bool_)
+  fields["group_ids"] = jax.ShapeDtypeStruct(each, np.int32)
+  if baselines:
+    fields["baselines"] = jax.ShapeDtypeStruct(each, np.float32)
+  fields["version"] = jax.ShapeDtypeStruct((), np.int32)
+  return Batch(**fields)
 
 
 def bucket(count: int) -> int:

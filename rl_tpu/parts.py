@@ -28,6 +28,7 @@ from rl_tpu import (
   sft,
   sharding,
   staleness,
+  topology,
 )
 from rl_tpu import critic as critics
 from rl_tpu.config import Choice, ConfigError, differences, to_json
@@ -38,7 +39,7 @@ from rl_tpu.models import huggingface, tokenizer, transformer
 from rl_tpu.types import Sampling
 from rl_tpu.view import View
 
-_PLACES = ("directory", "cache", "serve", "export")
+_PLACES = ("directory", "cache", "serve", "export", "compile")
 """Fields that say where a run lives and goes to, not what it computes."""
 
 
@@ -96,7 +97,8 @@ class Config:
   """Sizes of the policy."""
   pretrained: str | None = None
   """Folder in Hugging Face's format whose weights and tokenizer the run starts
-  from; `model` must be its `huggingface.read_config`, compute dtype aside."""
+  from; `model` must be its `huggingface.read_config`, but for compute dtype and
+  remat."""
   sampling: Sampling = dataclasses.field(default_factory=Sampling)
   """How training tokens are drawn; stop ids are the tokenizer's if empty."""
   learner: learner.Config
@@ -123,6 +125,8 @@ class Config:
     default_factory=huggingface.Export
   )
   """Of the command `export`."""
+  compile: topology.Config = dataclasses.field(default_factory=topology.Config)
+  """Of the command `compile`."""
 
   def __post_init__(self):
     for name, least in (
@@ -293,6 +297,20 @@ def _check_questions(
     )
 
 
+def make_engine(
+  config: Config, mesh: jax.sharding.Mesh
+) -> engines.PolicyEngine:
+  """The generator's programs, nothing allocated.
+
+  Raises:
+    ConfigError: sizes do not divide over the mesh or do not fit each other.
+  """
+  with _refusing("config.engine"):
+    return engines.PolicyEngine(
+      transformer.Policy(config.model), mesh, config.engine
+    )
+
+
 def make_driver(
   config: Config,
   mesh: jax.sharding.Mesh,
@@ -311,10 +329,8 @@ def make_driver(
   Raises:
     ConfigError: sizes do not divide over the mesh or do not fit each other.
   """
+  engine = make_engine(config, mesh)
   with _refusing("config.engine"):
-    engine = engines.PolicyEngine(
-      transformer.Policy(config.model), mesh, config.engine
-    )
     return drivers.GenerationDriver(
       engine,
       interruption=config.interruption,

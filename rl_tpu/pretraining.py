@@ -24,7 +24,7 @@ _SEED = 2**30
 _ELSEWHERE = (
   *("name", "directory", "cache", "schedule", "batches", "max_staleness"),
   *("on_stale", "max_running_groups", "evaluation", "devices"),
-  *("checkpoint_every", "checkpoints_kept", "interruption"),
+  *("checkpoint_every", "checkpoints_kept", "interruption", "compile"),
 )
 """Fields of the run that the result does not depend on."""
 

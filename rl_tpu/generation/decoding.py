@@ -481,18 +481,18 @@ def _append(
 ) -> Float[Array, "l S *entry"]:
   """Writes the first counts[s] entries of `new` behind those of each slot.
 
-  On TPUs by a product and a choice, which pass over the cache once: a scatter
-  would change its layout and back.
+  On TPUs by choices, one for each step, which pass over the cache once: a
+  scatter, or a product with a batch of slots, would change its layout and back.
   """
   if not sharding.on_tpu():
     return _scatter(cache, new, starts, counts, axis)
   entry = jnp.arange(cache.shape[axis]) - starts[:, None]
-  place = jax.nn.one_hot(entry, new.shape[axis], dtype=new.dtype)
-  product = "scn,lskhn->lskhc" if axis == 4 else "scn,lsknh->lskch"
-  moved = jnp.einsum(product, place, new, precision="highest")
-  written = (entry >= 0) & (entry < counts[:, None])
   other = [a for a in range(5) if a not in (1, axis)]
-  return jnp.where(jnp.expand_dims(written, other), moved, cache)
+  for step in range(new.shape[axis]):
+    here = (entry == step) & (step < counts[:, None])
+    one = jax.lax.slice_in_dim(new, step, step + 1, axis=axis)
+    cache = jnp.where(jnp.expand_dims(here, other), one, cache)
+  return cache
 
 
 def _scatter(

@@ -123,10 +123,10 @@ class _Programs(NamedTuple):
   empty_state: Callable[[], DecodeState]
   prefill: Callable[..., Any]
   insert: Callable[..., DecodeState]
-  admit: Callable[..., DecodeState]
-  extend: Callable[..., DecodeState]
+  admit: jax.stages.Wrapped
+  extend: jax.stages.Wrapped
   release: Callable[..., DecodeState]
-  decode: Callable[..., tuple[DecodeState, jax.Array]]
+  decode: jax.stages.Wrapped
 
 
 @functools.lru_cache
@@ -418,6 +418,34 @@ class PolicyEngine(engine_api.Engine):
           state = insert(params.params, state, packed)
     state, _ = self.generate(params, self.release(state, []))
     return jax.block_until_ready(state)
+
+  @property
+  def batches(self) -> tuple[int, ...]:
+    """Numbers of sequences that are prefilled together, ascending."""
+    return tuple(self._batches)
+
+  def abstract_arguments(self) -> tuple[Any, DecodeState]:
+    """Shapes, dtypes and shardings of the weights and of a decode state."""
+    params = sharding.placed(
+      self._served.abstract_params(), self._served.param_shardings(self._mesh)
+    )
+    with jax.set_mesh(self._mesh):
+      empty = jax.eval_shape(self._programs.empty_state)
+    where = jax.tree.broadcast(decoding.state_shardings(self._mesh), empty)
+    return params, sharding.placed(empty, where)
+
+  def traced(self) -> dict[str, jax.stages.Traced]:
+    """The largest prefill and decoding, by name, on their way to a compiler.
+
+    Nothing is allocated: the mesh may be one of described devices.
+    """
+    params, state = self.abstract_arguments()
+    packed = self._pack([], self.config.prefill_buckets[-1], self._batches[-1])
+    with jax.set_mesh(self._mesh):
+      return {
+        "prefill": self._programs.admit.trace(params, state, packed),
+        "decode": self._programs.decode.trace(params, state),
+      }
 
   def check_request(self, request: Request) -> None:
     """Refuses what cannot be served.

@@ -35,6 +35,10 @@ _BLOCK, _BACKWARD_BLOCK = 512, 1024
 """Largest tiles of splash; larger ones of the backward pass write fewer
 partial gradients of q, and no longer fit VMEM."""
 
+KEPT = "attention"
+"""Name of what splash's backward pass needs of its forward pass, for policies
+of rematerialisation."""
+
 
 def packed(
   q: Float[Array, "R T H h"],
@@ -74,6 +78,7 @@ def splash_packed(q, k, v, trajectory_ids, interpret=False):
       q_seq_shards=1,
       block_sizes=sizes,
       interpret=interpret,
+      residual_checkpoint_name=KEPT,
     )
     return jax.vmap(kernel)(q, k, v, splash.SegmentIds(q=ids, kv=ids))
 

@@ -70,6 +70,10 @@ class Config:
   """The head is the transposed embedding."""
   compute_dtype: str = "float32"
   """Of activations: float32 or bfloat16. Weights and logits are float32."""
+  remat: Literal["none", "dots", "full"] = "none"
+  """What the backward pass of a layer computes again: nothing, all but products
+  with weights and attention's kernel, or all; each holds less memory than the
+  one before."""
 
   def __post_init__(self):
     for field in dataclasses.fields(self):
@@ -88,6 +92,10 @@ class Config:
       raise ValueError(
         f"attention_bias is {self.attention_bias!r}; "
         "it must be 'qkv', 'qkvo' or None"
+      )
+    if self.remat not in ("none", "dots", "full"):
+      raise ValueError(
+        f"remat is {self.remat!r}; it must be 'none', 'dots' or 'full'"
       )
     if self.compute_dtype not in ("float32", "bfloat16"):
       raise ValueError(
@@ -131,15 +139,15 @@ SIZES: dict[str, Config] = {
 """Shapes by name, 0.1M to 32B parameters."""
 
 
-def sized(name: str) -> Config:
-  """The config of this name.
+def sized(name: str, **changes: Any) -> Config:
+  """The config of this name, with some fields changed.
 
   Raises:
     ValueError: no such size; lists those there are.
   """
   if name not in SIZES:
     raise ValueError(f"model is {name!r}; it must be one of {sorted(SIZES)}")
-  return SIZES[name]
+  return dataclasses.replace(SIZES[name], **changes)
 
 
 def _weight(rngs: nnx.Rngs, shape, axes: sharding.LogicalAxes, fan_in: int):
@@ -151,6 +159,17 @@ def _weight(rngs: nnx.Rngs, shape, axes: sharding.LogicalAxes, fan_in: int):
 def _bias(*shape: int):
   """A float32 bias of zeros, whole on every device; like norms, not decayed."""
   return nnx.Param(jnp.zeros(shape), logical_axes=(None,) * len(shape))
+
+
+_SAVED = {
+  "none": None,
+  "dots": jax.checkpoint_policies.save_from_both_policies(
+    jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    jax.checkpoint_policies.save_only_these_names(attention.KEPT),
+  ),
+  "full": jax.checkpoint_policies.nothing_saveable,
+}
+"""By `Config.remat`, what a layer keeps for its backward pass."""
 
 
 class RMSNorm(nnx.Module):
@@ -454,6 +473,10 @@ class Policy:
       block = _with_params(Block, self.config, weights)
       return block(x, positions, functools.partial(attend, layer_cache))
 
+    policy = _SAVED[self.config.remat]
+    if policy is not None and cache is None:
+      # Inside a scan nothing can be merged with the backward pass anyway.
+      body = jax.checkpoint(body, policy=policy, prevent_cse=False)
     keys_values = []
     for stack in zip(stacks, cache or [None] * len(stacks), strict=True):
       x, new = jax.lax.scan(body, x, stack)

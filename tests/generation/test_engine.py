@@ -417,3 +417,26 @@ def test_a_2x2_mesh_keeps_the_head_that_one_device_keeps(initial):
   one, spread = results
   np.testing.assert_array_equal(one.topk_ids[:3], spread.topk_ids[:3])
   np.testing.assert_allclose(one.topk_logp[:3], spread.topk_logp[:3], atol=1e-5)
+
+
+def test_entries_are_appended_alike_with_and_without_a_tpu(monkeypatch):
+  """TPUs choose, other devices scatter; what was there before stays."""
+  rng = np.random.default_rng(0)
+  starts, counts = np.array([0, 3, 6, 2]), np.array([3, 2, 3, 0])
+  for axis, entry in ((4, (5, 8)), (3, (8, 5))):
+    cache = rng.normal(size=(2, 4, 3, *entry)).astype(np.float32)
+    step = (5, 3) if axis == 4 else (3, 5)
+    new = rng.normal(size=(2, 4, 3, *step)).astype(np.float32)
+    appended = []
+    for on_tpu in (False, True):
+      monkeypatch.setattr(sharding, "on_tpu", lambda answer=on_tpu: answer)
+      appended.append(decoding._append(cache, new, starts, counts, axis))
+    np.testing.assert_array_equal(*appended)
+    for slot in range(4):
+      for n in range(counts[slot]):
+        if starts[slot] + n < 8:
+          np.testing.assert_array_equal(
+            appended[0][:, slot].take(starts[slot] + n, axis - 1),
+            new[:, slot].take(n, axis - 1),
+          )
+    np.testing.assert_array_equal(appended[0][:, 3], cache[:, 3])

@@ -246,7 +246,7 @@ class _Files:
     theirs = configs.read(self._folder)
     for field in dataclasses.fields(config):
       own, other = getattr(config, field.name), getattr(theirs, field.name)
-      if own != other and field.name != "compute_dtype":
+      if own != other and field.name not in ("compute_dtype", "remat"):
         raise ValueError(
           f"{field.name} is {own!r}; {self._folder} has a model with {other!r}"
         )

@@ -1,0 +1,312 @@
+"""The command `compile`: what a config would take on TPUs, before there is one.
+
+The learner's update and proximal forward pass, the generator's prefill and
+decoding are compiled for the topology by the TPU's own compiler, on a CPU. See
+`estimate` for what the numbers are worth.
+"""
+
+import math
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rl_tpu import parts
+from rl_tpu.aot import flops, programs
+from rl_tpu.aot.estimate import GIB, Estimate, Work
+from rl_tpu.topology import Topology
+
+_SHOWN = 10
+"""Most lines of a list."""
+
+_MODEL = """\
+Estimates for TPUs, made on a CPU. Compute: the compiler's cycles, and kernels
+at the peak that their head size allows; good for products, pessimistic for what
+waits for memory. Network: rings along each axis of the torus that a group
+spans, one collective after the other; how much hides behind compute is not
+known."""
+
+
+def run(
+  config: parts.Config,
+  show: Callable[[str], None],
+  note: Callable[[str], None],
+) -> dict[str, Any]:
+  """Compiles a config's programs and shows what they take.
+
+  Args:
+    config: of the run; `config.compile` says where it would live.
+    show: gets the report, line by line.
+    note: is told what is going on.
+
+  Returns:
+    The headline figures: `fits`; `hbm_gib` and `headroom` of the program that
+    leaves least; `compute_seconds_estimated`, `compute_seconds_ideal`,
+    `estimated_mfu` (ideal / estimated), `collective_bytes` (that a chip sends)
+    and `collective_seconds` of the update; `tokens_per_second` that it consumes
+    and `decode_tokens_per_second`, where no collective hides behind compute;
+    `decode_step_seconds` and `decode_times_roofline`; the same by program. What
+    cannot be right is null.
+
+  Raises:
+    ConfigError: there is no such topology, or the config's meshes are not of
+      its size, or do not divide weights or rows.
+  """
+  cache = pathlib.Path(config.cache) / "compiled_for_tpus"
+  sides = [_trainer(config), _generator(config)]
+  estimates: dict[str, Estimate] = {}
+  show(_MODEL)
+  for topology, mesh, found in sides:
+    for name, (traced, work) in found.items():
+      compiled = programs.compile_cached(
+        traced, mesh, cache, lambda line, name=name: note(f"{name}: {line}")
+      )
+      estimate = Estimate(
+        name, work, compiled, topology, list(mesh.devices.flat)
+      )
+      estimates[name] = estimate
+      for line in lines(estimate):
+        show(line)
+  return figures(config, estimates)
+
+
+_Side = tuple[
+  Topology, jax.sharding.Mesh, dict[str, tuple[jax.stages.Traced, Work]]
+]
+
+
+def _trainer(config: parts.Config) -> _Side:
+  """The learner's programs."""
+  topology = config.compile.trainer()
+  mesh = programs.mesh_for(
+    "config.devices.trainer", config.devices.trainer, topology
+  )
+  learner, batch = programs.trainer(config, mesh)
+  rows, length = batch.tokens.shape
+  traced = learner.traced(batch)
+  state = learner.abstract_state()
+  beside: dict[str, int] = {}
+  if "reference_logp" in learner.requires:
+    beside["reference policy"] = _bytes(state.params)
+  if state.critic is not None:
+    beside["critic"] = _bytes(state.critic)
+  remedies = (
+    f"raise config.devices.trainer.fsdp ({config.devices.trainer.fsdp}) or "
+    f"tensor ({config.devices.trainer.tensor}); lower "
+    f"config.learner.microbatch_rows ({config.learner.microbatch_rows}) to "
+    f"data * fsdp; config.model.remat ({config.model.remat!r}) = 'full'; lower "
+    f"config.learner.logit_chunk ({config.learner.logit_chunk})"
+  )
+  rows_of = {"proximal": rows, "update": rows // config.learner.minibatches}
+  passes = {"proximal": 1, "update": 3}
+  held = {
+    "proximal": {"weights": _bytes(state.params)},
+    "update": {
+      "weights": _bytes(state.params),
+      "optimizer": _bytes(state.optimizer),
+    },
+  }
+  found = {}
+  for name, one in traced.items():
+    work = Work(
+      what=f"{rows_of[name]} rows of {length} tokens",
+      tokens=rows_of[name] * length,
+      flops=flops.traced(one.jaxpr.jaxpr) / topology.size,
+      ideal_flops=passes[name]
+      * flops.forward(config.model, rows_of[name], length)
+      / topology.size,
+      held=held[name],
+      beside=beside
+      | (
+        {"optimizer": held["update"]["optimizer"]} if name != "update" else {}
+      ),
+      remedies=remedies,
+    )
+    found[name] = (one, work)
+  return topology, mesh, found
+
+
+def _generator(config: parts.Config) -> _Side:
+  """The generator's programs."""
+  topology = config.compile.generator()
+  shape = config.devices.generator
+  mesh = programs.mesh_for("config.devices.generator", shape, topology)
+  engine = parts.make_engine(config, mesh)
+  settings, model = config.engine, config.model
+  traced = engine.traced()
+  weights, state = engine.abstract_arguments()
+  held = {"weights": _bytes(weights), "cache": _bytes(state)}
+  # A step reads the weights of its share of heads and hidden units, as they are
+  # used, and all of the cache.
+  used = flops.multiplying(model) * jnp.dtype(model.compute_dtype).itemsize
+  read = used / shape.tensor + _bytes(state)
+  remedies = (
+    f"lower config.engine.slots ({settings.slots}) or context_length "
+    f"({settings.context_length}); raise config.devices.generator.tensor "
+    f"({shape.tensor})"
+  )
+  prompt = settings.prefill_buckets[-1]
+  batch = engine.batches[-1]
+  works = {
+    "prefill": Work(
+      what=f"{batch} prompts of {prompt} tokens",
+      tokens=batch * prompt,
+      flops=flops.traced(traced["prefill"].jaxpr.jaxpr) / topology.size,
+      ideal_flops=flops.forward(model, batch, prompt, head=False)
+      / topology.size,
+      held=held,
+      beside={"next weights": held["weights"]},
+      remedies=remedies + "; lower the last of prefill_batches",
+    ),
+    "decode": Work(
+      what=f"{settings.slots} slots, {settings.steps_per_dispatch} steps, "
+      "sampled without filters",
+      cheap_branches=True,
+      tokens=settings.slots * settings.steps_per_dispatch,
+      flops=flops.traced(traced["decode"].jaxpr.jaxpr) / topology.size,
+      least_bytes=read * settings.steps_per_dispatch,
+      held=held,
+      beside={"next weights": held["weights"]},
+      remedies=remedies,
+    ),
+  }
+  return topology, mesh, {name: (traced[name], works[name]) for name in traced}
+
+
+def _bytes(tree: Any) -> int:
+  """Bytes of a placed abstract tree on one device."""
+  return sum(
+    math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+    for leaf in jax.tree.leaves(tree)
+  )
+
+
+def lines(estimate: Estimate) -> Iterator[str]:
+  """The report of one program."""
+  work, topology = estimate.work, estimate.topology
+  yield ""
+  yield f"{estimate.name}: {work.what}, on {topology.size} chips of {topology}"
+  if estimate.compiled.refused is not None:
+    yield f"  DOES NOT FIT: {estimate.compiled.refused}"
+    yield f"  to make it fit: {work.remedies}"
+    return
+  yield from _memory(estimate)
+  if not estimate.fits:
+    yield f"  DOES NOT FIT; to make it fit: {work.remedies}"
+  yield from _time(estimate)
+  for row in estimate.traffic[:_SHOWN]:
+    yield (
+      f"    {row.kind} among {row.members}: {row.count} times, "
+      f"{row.bytes / 1e9:.3g} GB a chip, {_ms(row.seconds)}"
+    )
+  yield from _dearest(estimate)
+
+
+def _memory(estimate: Estimate) -> Iterator[str]:
+  chip, memory = estimate.topology.chip, estimate.compiled.memory
+  arguments = memory["arguments"] - sum(estimate.work.held.values())
+  results = memory["results"] - memory["donated"]
+  sizes = {
+    **estimate.work.held,
+    "other arguments": arguments,
+    "new results": results,
+    "temporary": memory["temporary"],
+    "code": memory["code"],
+    **{f"beside it: {k}": n for k, n in estimate.work.beside.items()},
+  }
+  yield (
+    f"  HBM {estimate.hbm / GIB:.2f} of {chip.memory / GIB:.2f} GiB a chip, "
+    f"headroom {estimate.headroom:.1%}"
+  )
+  for name, size in sizes.items():
+    if abs(size) >= GIB / 200:
+      yield f"    {name} {size / GIB:.2f}"
+
+
+def _time(estimate: Estimate) -> Iterator[str]:
+  seconds, ideal = estimate.seconds, estimate.ideal_seconds
+  yield f"  operations {estimate.flops:.4g} a chip"
+  if seconds is None:
+    yield "  compute: no estimate, for " + "; ".join(estimate.doubts)
+  elif estimate.work.ideal_flops:
+    yield (
+      f"  compute {_ms(seconds)} estimated, {_ms(ideal)} ideal: estimated MFU "
+      f"{ideal / seconds:.2f} of compute alone, "
+      f"{ideal / (seconds + estimate.network_seconds):.2f} with no collective "
+      "hidden"
+    )
+  else:
+    yield (
+      f"  compute {_ms(seconds)} estimated; reading HBM once takes "
+      f"{_ms(ideal)}: {seconds / ideal:.2f} times that"
+    )
+  if estimate.tokens_per_second is not None:
+    yield f"  {estimate.tokens_per_second:,.0f} tokens a second"
+  total = sum(row.bytes for row in estimate.traffic)
+  yield (
+    f"  collectives {total / 1e9:.3g} GB a chip, "
+    f"{_ms(estimate.network_seconds)}"
+  )
+
+
+def _dearest(estimate: Estimate) -> Iterator[str]:
+  """What takes most of the compute."""
+  clock = estimate.topology.chip.clock
+  costs = [
+    (op.cycles * times / clock, times, op) for op, times in estimate.program.ops
+  ] + [
+    (estimate.kernel_seconds(op) * times, times, op)
+    for op, times in estimate.program.kernels
+  ]
+  total = sum(seconds for seconds, _, _ in costs)
+  yield "  most of the compute:"
+  for seconds, times, op in sorted(costs, key=lambda c: -c[0])[:_SHOWN]:
+    yield (
+      f"    {seconds / total:5.1%} {_ms(seconds)} in {times} x {op.name} "
+      f"({op.source})"
+    )
+
+
+def _ms(seconds: float) -> str:
+  return f"{seconds * 1e3:.4g} ms"
+
+
+def figures(
+  config: parts.Config, estimates: dict[str, Estimate]
+) -> dict[str, Any]:
+  """The headline figures; see `run`."""
+  update, decode = estimates["update"], estimates["decode"]
+  known = [e for e in estimates.values() if e.compiled.refused is None]
+  tightest = min(known, key=lambda e: e.headroom, default=None)
+  steps = config.engine.steps_per_dispatch
+  return {
+    "fits": all(estimate.fits for estimate in estimates.values()),
+    "hbm_gib": tightest and tightest.hbm / GIB,
+    "headroom": tightest and tightest.headroom,
+    "compute_seconds_estimated": update.seconds,
+    "compute_seconds_ideal": update.ideal_seconds,
+    "estimated_mfu": update.seconds and update.ideal_seconds / update.seconds,
+    "collective_bytes": sum(row.bytes for row in update.traffic),
+    "collective_seconds": update.network_seconds,
+    "tokens_per_second": update.tokens_per_second,
+    "decode_tokens_per_second": decode.tokens_per_second,
+    "decode_step_seconds": decode.seconds and decode.seconds / steps,
+    "decode_times_roofline": decode.seconds
+    and decode.seconds / decode.ideal_seconds,
+    "programs": {name: _figures(e) for name, e in estimates.items()},
+  }
+
+
+def _figures(estimate: Estimate) -> dict[str, Any]:
+  known = estimate.compiled.refused is None
+  return {
+    "fits": estimate.fits,
+    "hbm_gib": estimate.hbm / GIB if known else None,
+    "headroom": estimate.headroom if known else None,
+    "compute_seconds_estimated": estimate.seconds,
+    "compute_seconds_ideal": estimate.ideal_seconds,
+    "collective_bytes": sum(row.bytes for row in estimate.traffic),
+    "collective_seconds": estimate.network_seconds,
+  }

@@ -1,0 +1,198 @@
+import json
+import pathlib
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from test_hlo import LOOPS
+
+from rl_tpu import __main__ as command_line
+from rl_tpu import sharding
+from rl_tpu.aot import programs
+from rl_tpu.aot.estimate import Estimate, Work
+from rl_tpu.aot.programs import Compiled
+from rl_tpu.config import ConfigError
+from rl_tpu.topology import Topology
+
+POD = str(pathlib.Path(__file__).with_name("pod.py"))
+MEMORY = dict.fromkeys(
+  ("arguments", "results", "donated", "temporary", "code"), 0
+)
+
+
+command_line._describe_tpus()  # the compiler is loaded once in a process
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+  return tmp_path_factory.mktemp("compiled")
+
+
+def compile_pod(cache, *flags):
+  command = [sys.executable, "-m", "rl_tpu", "compile", f"--config={POD}"]
+  return subprocess.run(
+    [*command, f"--config.cache={cache}", *flags],
+    capture_output=True,
+    text=True,
+    timeout=600,
+  )
+
+
+def headline(done):
+  return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_every_program_of_a_small_run_is_compiled_for_its_topology(cache):
+  """Splash, shards over fsdp and tensor, remat none: about 30 CPU seconds."""
+  done = compile_pod(cache)
+  assert done.returncode == 0, done.stderr
+  figures = headline(done)
+  assert figures["fits"]
+  assert set(figures["programs"]) == {"proximal", "update", "prefill", "decode"}
+  for program in figures["programs"].values():
+    ideal = program["compute_seconds_ideal"]
+    assert 0 < ideal < program["compute_seconds_estimated"]
+    assert program["collective_bytes"] > 0
+  assert 0 < figures["estimated_mfu"] < 1
+  assert done.stderr.count("compiling") == 4
+
+  again = compile_pod(cache)
+  assert again.stdout == done.stdout
+  assert again.stderr.count("taken from") == 4
+  assert "compiling" not in again.stderr
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_exits_non_zero_and_says_what_to_change(tmp_path):
+  done = compile_pod(tmp_path, "--config.model.d_ff=8000000")
+  assert done.returncode == 1, done.stderr
+  figures = headline(done)
+  assert not figures["fits"] and figures["estimated_mfu"] is None
+  assert not any(program["fits"] for program in figures["programs"].values())
+  assert "DOES NOT FIT: Ran out of memory" in done.stdout
+  assert "raise config.devices.trainer.fsdp (2)" in done.stdout
+  assert "lower config.engine.slots (8)" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+def test_memory_of_the_update_does_not_grow_with_vocabulary_times_length(
+  cache,
+):
+  def held(length):
+    flags = [
+      f"--config={POD}",
+      "--config.model.vocab_size=32768",
+      "--config.model.remat=full",
+      f"--config.learner.row_length={length}",
+    ]
+    config = command_line._read_config(["rl_tpu", *flags])
+    mesh = programs.mesh_for(
+      "config.devices.trainer",
+      config.devices.trainer,
+      config.compile.trainer(),
+    )
+    learner, batch = programs.trainer(config, mesh)
+    update = learner.traced(batch)["update"]
+    return programs.compile_cached(update, mesh, cache, lambda line: None).hbm
+
+  rows, shards = 2, 2  # of a microbatch, and of the vocabulary, on a chip
+  logits = 4 * rows * 32768 // shards * (2048 - 512)
+  assert held(2048) - held(512) < logits / 4
+
+
+@pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+@pytest.mark.parametrize(
+  ("flags", "words"),
+  [
+    (["--topology=v9:2x2"], ["v9:2x2", "v5e", "v5p"]),
+    (["--topology=v5p:2x2"], ["v5p:2x2", "3 dimensions"]),
+    (
+      ["--topology=v5e:4x4"],
+      ["config.devices.trainer", "16 chips", "'fsdp': 2"],
+    ),
+    (["--topology=v5e:2x2", "--slices=2"], ["v5e:2x2 x 2", "8 chips"]),
+    (["--topology=v5e:2x2", "--slices=0"], ["slices is 0"]),
+    (
+      ["--generator_topology=v5e:4x4"],
+      ["config.devices.generator", "16 chips"],
+    ),
+    (["--config.model.d_ff=511"], ["'mlp'", "511", "tensor"]),
+    (["--config.learner.microbatch_rows=3"], ["microbatch_rows is 3"]),
+  ],
+)
+def test_what_cannot_be_compiled_is_refused_before_anything_is(
+  flags, words, capsys, tmp_path
+):
+  arguments = [f"--config={POD}", f"--config.cache={tmp_path}", *flags]
+  assert command_line.main(["rl_tpu", "compile", *arguments]) == 2
+  error = capsys.readouterr().err
+  assert all(word in error for word in words), error
+  assert "compiling" not in error
+
+
+def test_a_topology_that_no_slice_has_is_refused_by_its_name():
+  with pytest.raises(ConfigError, match="topology 'v5e:3x5'"):
+    programs.devices(Topology(name="v5e:3x5"))
+
+
+def test_the_chips_of_a_mesh_are_those_of_the_topology():
+  mesh = programs.mesh_for(
+    "config.devices.trainer",
+    sharding.MeshShape(data=2, fsdp=4),
+    Topology(name="v5e:2x4"),
+  )
+  assert mesh.devices.flat[0].device_kind == "TPU v5 lite"
+  assert len({tuple(d.coords) for d in mesh.devices.flat}) == 8
+
+
+def estimate(text, **changes):
+  work = Work(
+    what="", tokens=1, flops=0.0, held={}, remedies="buy more", **changes
+  )
+  compiled = Compiled(text=text, memory=MEMORY)
+  return Estimate("update", work, compiled, Topology(name="v5e:2x2"), [])
+
+
+def test_an_mfu_above_1_is_called_wrong_and_not_printed():
+  text = LOOPS.replace("FIRST", "0")
+  seconds = estimate(text).seconds
+  assert seconds == pytest.approx(1507 / 1.5e9)
+  possible = estimate(text, ideal_flops=0.5 * seconds * 197e12)
+  assert possible.seconds == seconds
+  impossible = estimate(text, ideal_flops=2 * seconds * 197e12)
+  assert impossible.seconds is None
+  assert impossible.tokens_per_second is None
+  assert "MFU above 1" in impossible.doubts[0]
+
+
+def test_a_loop_of_unknown_length_leaves_no_estimate():
+  text = LOOPS.replace("FIRST", "0").replace("direction=LT", "direction=NE")
+  found = estimate(text)
+  assert found.seconds is None
+  assert "while.5" in found.doubts[0]
+
+
+def test_the_network_is_as_fast_as_the_axes_that_a_group_spans():
+  shape = (4, 4, 4)
+  places = list(np.ndindex(shape))
+  devices = [SimpleNamespace(coords=list(place)) for place in places]
+  number = {place: n for n, place in enumerate(places)}
+  v5p = Topology(name="v5p:4x4x4")
+  line = np.array([[number[x, 0, 0] for x in range(4)]])
+  plane = np.array([[number[x, y, 0] for x in range(4) for y in range(4)]])
+  assert v5p.speed(devices, line) == 2 * 100e9
+  assert v5p.speed(devices, plane) == 4 * 100e9
+  flat = [SimpleNamespace(coords=[x, y, 0]) for x in range(4) for y in range(4)]
+  # Only 16 chips in a line make a ring of v5e.
+  assert Topology(name="v5e:4x4").speed(flat, np.arange(4)[None]) == 50e9
+  assert v5p.speed(devices, np.array([[3, 3]])) == np.inf
+
+
+def test_what_crosses_slices_goes_through_the_data_centre_network():
+  devices = [SimpleNamespace(coords=[0, 0, 0], slice_index=n) for n in range(2)]
+  two = Topology(name="v5e:2x2", slices=2)
+  assert two.speed(devices, np.array([[0, 1]])) == 3.125e9

@@ -272,7 +272,7 @@ class Learner:
       return dealt.reshape(n, m, r, *rest)
 
     batch = batch.map_rows(deal)
-    return jax.device_put(batch, self._places(batch))
+    return sharding.distribute(batch, self._places(batch))
 
   def _dealt(self, rows: int) -> tuple[int, int, int]:
     """How many minibatches, microbatches of each, and rows of each."""

@@ -6,7 +6,7 @@ Weights that are frozen get no update, no decay and no moments.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,9 @@ class Config:
   """Adam's second decay, in [0, 1) (AReaL: 0.95)."""
   epsilon: float = 1e-5
   """Added to the root of Adam's second moment, > 0 (AReaL: 1e-5)."""
+  first_moment_dtype: Literal["float32", "bfloat16"] = "float32"
+  """Of Adam's first moment; bfloat16 saves 2 bytes a weight. The second moment
+  and the weights are float32."""
   max_grad_norm: float = 1.0
   """Gradients are scaled down to this global norm, > 0."""
   max_nonfinite_in_a_row: int = 3
@@ -49,6 +52,11 @@ class Config:
       ("beta1", 0 <= self.beta1 < 1, "in [0, 1)"),
       ("beta2", 0 <= self.beta2 < 1, "in [0, 1)"),
       ("epsilon", self.epsilon > 0, "> 0"),
+      (
+        "first_moment_dtype",
+        self.first_moment_dtype in ("float32", "bfloat16"),
+        "'float32' or 'bfloat16'",
+      ),
       ("max_grad_norm", self.max_grad_norm > 0, "> 0"),
       ("max_nonfinite_in_a_row", self.max_nonfinite_in_a_row >= 1, ">= 1"),
     ):
@@ -230,6 +238,7 @@ def _transformation(
       b1=config.beta1,
       b2=config.beta2,
       eps=config.epsilon,
+      mu_dtype=config.first_moment_dtype,
       weight_decay=config.weight_decay,
       mask=lambda params: jax.tree.map(
         lambda decays, leaf: (

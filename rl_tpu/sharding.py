@@ -132,6 +132,25 @@ def on_tpu() -> bool:
   return device is not None and device.platform == "tpu"
 
 
+def distribute(tree: Any, shardings: Any) -> Any:
+  """Puts host arrays on a mesh, each process the shards of its own devices.
+
+  Args:
+    tree: numpy arrays, the same in every process of the mesh.
+    shardings: of each.
+  """
+
+  def one(array: Any, where: NamedSharding) -> jax.Array:
+    if where.is_fully_addressable:
+      return jax.device_put(array, where)
+    array = np.asarray(array)
+    return jax.make_array_from_callback(
+      array.shape, where, lambda index: array[index]
+    )
+
+  return jax.tree.map(one, tree, shardings)
+
+
 def reshard(tree: Any, shardings: Any) -> Any:
   """Copies a tree of arrays to other shardings, also on other devices.
 

@@ -1,10 +1,13 @@
 import dataclasses
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import two_processes
 
 from rl_tpu import algorithms, learner, packing, sharding
 from rl_tpu.models import transformer
@@ -89,14 +92,69 @@ def test_H04_microbatch_size_changes_nothing(rows, trained):
     assert value == pytest.approx(trained[2][name], abs=1e-5), name
 
 
-def test_X08_a_mesh_of_2x2_trains_as_one_device_does(trained):
-  shape = sharding.MeshShape(fsdp=2, tensor=2)
+@pytest.mark.parametrize(
+  "shape",
+  [
+    sharding.MeshShape(fsdp=2, tensor=2),
+    sharding.MeshShape(data=2, fsdp=2, tensor=2),
+  ],
+  ids=["2x2", "2x2x2"],
+)
+def test_X08_a_mesh_trains_as_one_device_does(shape, trained):
   it, state = make(shape=shape)
   moments = jax.tree.leaves(state.optimizer)
-  assert any(len(m.sharding.device_set) == 4 for m in moments)
+  assert any(len(m.sharding.device_set) == shape.size for m in moments)
   state, metrics = it.train(state, make_batch())
   assert difference(state.params, trained[1]) < 1e-5
   assert metrics["grad_norm"] == pytest.approx(trained[2]["grad_norm"], 1e-4)
+
+
+def test_two_processes_train_as_one_does(tmp_path, trained):
+  port = two_processes.free_port()
+  saved = tmp_path / "params.npz"
+  running = [
+    subprocess.Popen(
+      [sys.executable, two_processes.__file__, str(port), str(index), saved],
+      stdout=subprocess.PIPE,
+      stderr=subprocess.STDOUT,
+      text=True,
+    )
+    for index in range(2)
+  ]
+  outputs = [process.communicate(timeout=300)[0] for process in running]
+  assert [process.returncode for process in running] == [0, 0], outputs
+  with np.load(saved) as arrays:
+    params = [arrays[name] for name in arrays.files]
+  assert difference(params, jax.tree.leaves(trained[1])) < 1e-5
+
+
+def test_how_trajectories_are_packed_changes_nothing():
+  # In one minibatch, since longer rows deal trajectories out differently.
+  results = []
+  for row_length in (16, 32):
+    settings = dataclasses.replace(
+      SETTINGS, minibatches=1, row_length=row_length
+    )
+    it, state = make(settings)
+    batch = make_batch(settings)
+    state, _ = it.train(state, batch)
+    results.append((batch.tokens.shape, jax.device_get(state.params)))
+  (shape, params), (other_shape, other_params) = results
+  assert shape != other_shape
+  assert difference(params, other_params) < 1e-5
+
+
+def test_moments_in_bfloat16_take_half_the_memory_and_train_alike(trained):
+  it, state = make(dataclasses.replace(SETTINGS, first_moment_dtype="bfloat16"))
+  kinds = {str(leaf.dtype) for leaf in jax.tree.leaves(state.optimizer)}
+  assert "bfloat16" in kinds
+  state, _ = it.train(state, make_batch())
+  assert {str(leaf.dtype) for leaf in jax.tree.leaves(state.params)} == {
+    "float32"
+  }
+  start, expected, _ = trained
+  moved = difference(start, expected)
+  assert 0 < difference(state.params, expected) < 0.02 * moved
 
 
 def test_padding_rows_change_nothing(trained):

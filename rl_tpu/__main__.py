@@ -220,6 +220,11 @@ COMMANDS: dict[str, Callable[[Any], dict[str, Any]]] = {
 
 
 if __name__ == "__main__":
-  os.environ.setdefault("JAX_PLATFORMS", "")
+  # Looking for TPUs with libtpu takes seconds and warns where there are none.
+  here = [
+    *pathlib.Path("/dev").glob("accel*"),
+    *pathlib.Path("/dev/vfio").glob("*"),
+  ]
+  os.environ.setdefault("JAX_PLATFORMS", "" if here else "cpu")
   logging.getLogger("absl").setLevel(logging.WARNING)
   sys.exit(main(sys.argv))

@@ -84,8 +84,8 @@ class Kernel:
 def kernel(op: hlo.Op) -> Kernel | None:
   """What a kernel computes; None where that is not known.
 
-  Causal attention: half of all pairs of tokens, which is what it cannot do
-  without; that it takes blocks whole is not counted.
+  Causal attention: every block of pairs of tokens that is not wholly above the
+  diagonal.
   """
   products = next((n for k, n in _KERNELS.items() if k in op.name), None)
   shapes = re.search(r"operand_layout_constraints=\{(.*)", op.rest)
@@ -93,5 +93,18 @@ def kernel(op: hlo.Op) -> Kernel | None:
   if products is None or not queries:
     return None
   *heads, length, size = (int(n) for n in queries[1].split(","))
-  work = float(products * math.prod(heads) * length**2 * size)
+  taken = _causal_share(op.rest)
+  work = 2 * taken * products * math.prod(heads) * length**2 * size
   return Kernel(flops=work, size=size)
+
+
+def _causal_share(rest: str) -> float:
+  """Pairs of blocks that a kernel takes, of all; half if it names no blocks."""
+  blocks = re.search(r"\bs8\[\d+,(\d+),(\d+)\]", rest)
+  if blocks is None:
+    return 0.5
+  rows, columns = int(blocks[1]), int(blocks[2])
+  taken = sum(
+    j * rows < (i + 1) * columns for i in range(rows) for j in range(columns)
+  )
+  return taken / (rows * columns)

@@ -87,11 +87,9 @@ def _trainer(config: parts.Config) -> _Side:
   rows, length = batch.tokens.shape
   traced = learner.traced(batch)
   state = learner.abstract_state()
-  beside: dict[str, int] = {}
-  if "reference_logp" in learner.requires:
-    beside["reference policy"] = _bytes(state.params)
-  if state.critic is not None:
-    beside["critic"] = _bytes(state.critic)
+  weights, optimizer = _bytes(state.params), _bytes(state.optimizer)
+  critic = _bytes(state.critic)
+  reference = weights if "reference_logp" in learner.requires else 0
   remedies = (
     f"raise config.devices.trainer.fsdp ({config.devices.trainer.fsdp}) or "
     f"tensor ({config.devices.trainer.tensor}); lower "
@@ -102,11 +100,12 @@ def _trainer(config: parts.Config) -> _Side:
   rows_of = {"proximal": rows, "update": rows // config.learner.minibatches}
   passes = {"proximal": 1, "update": 3}
   held = {
-    "proximal": {"weights": _bytes(state.params)},
-    "update": {
-      "weights": _bytes(state.params),
-      "optimizer": _bytes(state.optimizer),
-    },
+    "proximal": {"weights": weights, "reference policy": reference},
+    "update": {"weights": weights, "optimizer": optimizer},
+  }
+  beside = {
+    "proximal": {"optimizer": optimizer, "critic": critic},
+    "update": {"reference policy": reference, "critic": critic},
   }
   found = {}
   for name, one in traced.items():
@@ -118,10 +117,7 @@ def _trainer(config: parts.Config) -> _Side:
       * flops.forward(config.model, rows_of[name], length)
       / topology.size,
       held=held[name],
-      beside=beside
-      | (
-        {"optimizer": held["update"]["optimizer"]} if name != "update" else {}
-      ),
+      beside=beside[name],
       remedies=remedies,
     )
     found[name] = (one, work)

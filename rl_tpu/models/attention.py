@@ -31,9 +31,13 @@ from rl_tpu import sharding
 
 _LANES = 128
 """Rows and heads that splash takes are multiples of this."""
-_BLOCK, _BACKWARD_BLOCK = 512, 1024
-"""Largest tiles of splash; larger ones of the backward pass write fewer
-partial gradients of q, and no longer fit VMEM."""
+_BLOCK = 512
+"""Largest tile of splash, in tokens."""
+_BACKWARD_BLOCKS = (1024, 4096)
+"""Least and most keys and values of a tile of the backward pass. Each writes a
+partial gradient of q; larger ones take more pairs that the mask leaves out."""
+_PARTIAL = 8
+"""Partial gradients of q to aim at."""
 
 KEPT = "attention"
 """Name of what splash's backward pass needs of its forward pass, for policies
@@ -60,7 +64,8 @@ def splash_packed(q, k, v, trajectory_ids, interpret=False):
   """`packed` by the TPU kernel: each device its own rows and heads."""
   length = q.shape[1]
   block = math.gcd(_BLOCK, length)
-  backward = math.gcd(_BACKWARD_BLOCK, length)
+  least, most = _BACKWARD_BLOCKS
+  backward = math.gcd(min(max(least, length // _PARTIAL), most), length)
   sizes = splash.BlockSizes(
     block_q=block,
     block_kv=block,

@@ -188,10 +188,9 @@ ENTRY %main (p.3: f32[8], i: s32[]) -> f32[8] {
   assert hlo.read(text, cheap_branches=True).cycles == 2
 
 
-def kernel(name, queries):
-  text = (
-    f"(), operand_layout_constraints={{s8[1,4,4]{{2,1,0}}, {queries}}}, x=1"
-  )
+def kernel(name, queries, blocks="4,4"):
+  shapes = f"s8[1,{blocks}]{{2,1,0}}, {queries}"
+  text = f"(), operand_layout_constraints={{{shapes}}}, x=1"
   return hlo.Op(
     name=name,
     opcode="custom-call",
@@ -202,9 +201,14 @@ def kernel(name, queries):
   )
 
 
-def test_a_kernel_does_half_of_all_pairs_for_each_of_its_products():
-  known = flops.kernel(kernel("splash_mha_fwd.3", "bf16[4,256,128]{2,1,0}"))
-  assert known == flops.Kernel(flops=2 * 4 * 256**2 * 128, size=128)
-  known = flops.kernel(kernel("splash_mha_dkv_x", "bf16[2,4,256,128]{3,2,1,0}"))
-  assert known is not None and known.flops == 5 * 2 * 4 * 256**2 * 128
-  assert flops.kernel(kernel("another", "bf16[4,256,128]{2,1,0}")) is None
+def test_a_kernel_takes_all_blocks_that_are_not_above_the_diagonal():
+  queries = "bf16[4,256,128]{2,1,0}"
+  every = 2 * 4 * 256**2 * 128  # operations of one product, unmasked
+  known = flops.kernel(kernel("splash_mha_fwd.3", queries))
+  assert known == flops.Kernel(flops=2 * every * 10 / 16, size=128)
+  wide = flops.kernel(kernel("splash_mha_dkv_x", queries, blocks="4,2"))
+  assert wide is not None and wide.flops == 5 * every * 6 / 8
+  batched = "bf16[2,4,256,128]{3,2,1,0}"
+  two = flops.kernel(kernel("splash_mha_fwd", batched))
+  assert two is not None and two.flops == 2 * known.flops
+  assert flops.kernel(kernel("another", queries)) is None

@@ -28,6 +28,7 @@ model, F hidden units of an expert, L layers, R rows, T tokens of a row.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -35,10 +36,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 from jaxtyping import Array, Bool, Float, Int
 
 from rl_tpu import sharding
 from rl_tpu.types import Estimate
+
+_LANES = 128
+"""What megablox takes has sizes that are multiples of this."""
+_TILES = (512, 1024, 1024)
+"""Its largest tiles: of rows, inputs and outputs."""
 
 
 @jax.tree_util.register_dataclass
@@ -118,53 +125,66 @@ def mixture(
   hidden units.
 
   Args:
-    x: activations; under a mesh the first axis is split as rows are.
+    x: activations, in rows whose order under a mesh is that of its devices.
     router: float32.
     experts: weights, cast to the dtype of `x`.
     per_token: k.
     normalize: whether the k gates of a token sum to 1.
   """
+  tokens = x.reshape(-1, x.shape[-1])
   local = functools.partial(_local, per_token=per_token, normalize=normalize)
   if jax.sharding.get_abstract_mesh().empty:
-    return local(x, router, experts)
+    result = local(tokens, router, experts)
+  else:
+    result = _on_mesh(local, tokens, router, experts)
+  return jax.tree.map(lambda a: a.reshape(*x.shape[:-1], *a.shape[1:]), result)
+
+
+def _on_mesh(
+  local: Callable[..., tuple[jax.Array, Routing]],
+  tokens: Float[Array, "n D"],
+  router: Float[Array, "D E"],
+  experts: Experts,
+) -> tuple[Float[Array, "n D"], Routing]:
+  """Lets each device add its experts' share for its tokens."""
   rows = sharding.partition_spec(("rows",))
   # The embed axis of a weight is gathered for the layer (fsdp).
   inward = sharding.partition_spec(("expert", None, "mlp"))
   outward = sharding.partition_spec(("expert", "mlp", None))
+  joined = (*sharding.RULES["expert"], *sharding.RULES["mlp"])
 
-  def on_device(x, router, experts):
+  def on_device(tokens, router, experts):
     first = jax.lax.axis_index("expert") * experts[0].shape[0]
-    y, routing = local(x, router, experts, first)
-    return jax.lax.psum(y, _JOINED), routing
+    y, routing = local(tokens, router, experts, first)
+    return jax.lax.psum(y, joined), routing
 
-  return jax.shard_map(
+  # One sequence in prefill, say, need not divide over the devices.
+  mesh = jax.sharding.get_abstract_mesh()
+  ways = math.prod(mesh.shape[axis] for axis in sharding.RULES["rows"])
+  count = len(tokens)
+  result = jax.shard_map(
     on_device,
     in_specs=(rows, jax.P(), (inward, inward, outward)),
     out_specs=rows,
     check_vma=False,
-  )(x, router, experts)
-
-
-_JOINED = (*sharding.RULES["expert"], *sharding.RULES["mlp"])
-"""Mesh axes along which devices hold parts of the same tokens' results."""
+  )(jnp.pad(tokens, ((0, -count % ways), (0, 0))), router, experts)
+  return jax.tree.map(lambda a: a[:count], result)
 
 
 def _local(
-  x: Float[Array, "... D"],
+  tokens: Float[Array, "n D"],
   router: Float[Array, "D E"],
   experts: Experts,
   first: Int[Array, ""] | int = 0,
   *,
   per_token: int,
   normalize: bool,
-) -> tuple[Float[Array, "... D"], Routing]:
+) -> tuple[Float[Array, "n D"], Routing]:
   """The share of experts `first`, `first + 1`, ... in every token's result."""
-  tokens = x.reshape(-1, x.shape[-1])
   gates, routing = route(tokens, router, per_token, normalize)
-  weights = jax.tree.map(lambda weight: weight.astype(x.dtype), experts)
-  y = _grouped(tokens, routing.experts - first, gates.astype(x.dtype), weights)
-  shaped = lambda a: a.reshape(*x.shape[:-1], *a.shape[1:])  # noqa: E731
-  return shaped(y), jax.tree.map(shaped, routing)
+  weights = jax.tree.map(lambda weight: weight.astype(tokens.dtype), experts)
+  gates = gates.astype(tokens.dtype)
+  return _grouped(tokens, routing.experts - first, gates, weights), routing
 
 
 def route(
@@ -204,11 +224,55 @@ def _grouped(
   # Nothing promises zeros past the last group, nor in the gradient there.
   grouped = (jnp.arange(group.size) < jnp.sum(sizes))[:, None]
   rows = jnp.where(grouped, x[order // experts.shape[1]], 0)
-  hidden = jax.nn.silu(jax.lax.ragged_dot(rows, gate, sizes))
-  hidden *= jax.lax.ragged_dot(rows, up, sizes)
-  out = jnp.where(grouped, jax.lax.ragged_dot(hidden, down, sizes), 0)
+  hidden = jax.nn.silu(matmul(rows, gate, sizes))
+  hidden *= matmul(rows, up, sizes)
+  out = jnp.where(grouped, matmul(hidden, down, sizes), 0)
   pairs = out[jnp.argsort(order)].reshape(*experts.shape, -1)
   return jnp.einsum("nkd,nk->nd", pairs, gates)
+
+
+@jax.custom_vjp
+def matmul(
+  rows: Float[Array, "m D"],
+  weights: Float[Array, "e D F"],
+  sizes: Int[Array, " e"],
+) -> Float[Array, "m F"]:
+  """The first sizes[0] rows times weights[0], the next by weights[1], ...
+
+  On TPUs XLA has a grouped kernel for this and for the gradient of `rows`, but
+  for that of `weights` it multiplies all rows once for each group (libtpu
+  0.0.42). JAX's megablox kernel takes its place where sizes are multiples of
+  the kernel's lanes.
+  """
+  return jax.lax.ragged_dot(rows, weights, sizes)
+
+
+def _forward(rows, weights, sizes):
+  return matmul(rows, weights, sizes), (rows, weights, sizes)
+
+
+def _backward(residuals, gradient):
+  rows, weights, sizes = residuals
+  turned = weights.swapaxes(1, 2)
+  by_rows = jax.lax.ragged_dot(gradient, turned, sizes)
+  shapes = (*rows.shape, gradient.shape[1])
+  if sharding.on_tpu() and not any(size % _LANES for size in shapes):
+    return by_rows, of_weights(rows, gradient, sizes), None
+  _, pull = jax.vjp(lambda w: jax.lax.ragged_dot(rows, w, sizes), weights)
+  return by_rows, *pull(gradient), None
+
+
+matmul.defvjp(_forward, _backward)
+
+
+def of_weights(rows, gradient, sizes, interpret=False):
+  """The gradient of `matmul`'s weights by the TPU kernel."""
+  shapes = (*rows.shape, gradient.shape[1])
+  tiling = tuple(
+    max(tile for tile in range(_LANES, most + 1, _LANES) if size % tile == 0)
+    for size, most in zip(shapes, _TILES, strict=True)
+  )
+  return tgmm(rows.T, gradient, sizes, rows.dtype, tiling, interpret=interpret)
 
 
 def loads(

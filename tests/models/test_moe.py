@@ -324,3 +324,28 @@ def test_padding_is_routed_and_disturbs_nobody():
   got = logits(policy, params, padded, *row(4, pad=3))
   expected = logits(policy, params, tokens, *row(4))
   np.testing.assert_allclose(got[:, :4], expected, atol=1e-5)
+
+
+def test_what_a_kernel_leaves_behind_the_last_group_reaches_nothing(
+  monkeypatch,
+):
+  whole = jax.lax.ragged_dot
+
+  def careless(rows, weights, sizes):
+    grouped = jnp.arange(len(rows)) < jnp.sum(sizes)
+    out = whole(rows, weights, sizes)
+    return jnp.where(grouped[:, None], out, jnp.nan)
+
+  monkeypatch.setattr(jax.lax, "ragged_dot", careless)
+  x, router, experts = drawn()
+
+  def run(*a):
+    return moe.mixture(*a, per_token=K, normalize=True)[0]
+
+  two = mesh(sharding.MeshShape(expert=2))
+  both = jax.jit(lambda *a: (run(*a), gradients(run, *a)))
+  with jax.set_mesh(two):
+    got = both(x, router, experts)
+  expected = dense(x, router, experts, True)
+  np.testing.assert_allclose(got[0], expected, atol=1e-5)
+  assert_close(got[1], gradients(lambda *a: dense(*a, True), *drawn()))

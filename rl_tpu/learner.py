@@ -26,7 +26,7 @@ import numpy as np
 import optax
 
 from rl_tpu import algorithms, critic, ops, optimizer, scoring, sharding
-from rl_tpu.models import transformer
+from rl_tpu.models import moe, transformer
 from rl_tpu.optimizer import NonFiniteError as NonFiniteError
 from rl_tpu.types import Batch, Estimate, PolicyOutputs
 
@@ -317,10 +317,12 @@ class Learner:
   ) -> PolicyOutputs:
     """A forward pass over all microbatches, [n, m, r, T, ...]."""
     micro, count = _microbatches(arranged)
-    outputs = jax.lax.map(
-      lambda index: self._outputs(params, micro(index), required),
-      jnp.arange(count),
-    )
+
+    def score(index):
+      outputs = self._outputs(params, micro(index), required)
+      return dataclasses.replace(outputs, routing=None)
+
+    outputs = jax.lax.map(score, jnp.arange(count))
     return jax.tree.map(
       lambda x: x.reshape(*arranged.tokens.shape, *x.shape[3:]), outputs
     )
@@ -405,7 +407,10 @@ class Learner:
         target_topk_logp=live.target_topk_logp,
         entropy=live.entropy,
       )
-      return self.algorithm.loss(outputs, batch, self.algorithm_config)
+      total, metrics = self.algorithm.loss(
+        outputs, batch, self.algorithm_config
+      )
+      return total, metrics | (live.routing or {})
 
     state, metrics, gradient = self.optimizer.step(
       state, loss, microbatch, arranged.tokens.shape[1]
@@ -422,10 +427,13 @@ class Learner:
     pooled, guards = jax.device_get((pooled, guards))
     for what, (in_a_row, _) in guards.items():
       self.optimizer.check_finite(int(in_a_row), what)
-    metrics = {
-      name: float(estimate.mean(float("nan")))
-      for name, estimate in pooled.items()
+    means = {
+      name: estimate.mean(float("nan")) for name, estimate in pooled.items()
     }
+    load = means.pop("expert_load", None)
+    metrics = {name: float(mean) for name, mean in means.items()}
+    if load is not None:
+      metrics |= moe.imbalance(np.asarray(load))
     skipped = sum(total for _, total in guards.values())
     return metrics | {"nonfinite_updates": float(skipped)}
 

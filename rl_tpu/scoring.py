@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from rl_tpu import ops, sharding
-from rl_tpu.models import transformer
+from rl_tpu.models import moe, transformer
 from rl_tpu.types import Batch, PolicyOutputs
 
 
@@ -54,9 +54,14 @@ def policy_outputs(
   Raises:
     ValueError: the head is asked for and the batch has none.
   """
-  hidden = policy.hidden(
+  hidden, routing = policy.routed(
     params, batch.tokens, batch.positions, batch.trajectory_ids
   )
+  loads = None
+  if routing is not None:
+    loads = moe.loads(
+      routing, batch.trajectory_ids >= 0, policy.config.num_experts
+    )
   topk_ids = None
   if "target_topk_logp" in requires:
     topk_ids = ops.required(batch.behavior_topk_ids, "batch.behavior_topk_ids")
@@ -83,7 +88,7 @@ def policy_outputs(
   if topk is not None:
     topk = _each_slot(ops.shift_to_tokens)(topk)
   aligned = {name: ops.shift_to_tokens(x) for name, x in scored.items()}
-  return PolicyOutputs(**aligned, target_topk_logp=topk)
+  return PolicyOutputs(**aligned, target_topk_logp=topk, routing=loads)
 
 
 def _each_slot(shift: Callable[..., Array], **options: Any):

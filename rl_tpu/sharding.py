@@ -27,6 +27,7 @@ RULES: Mapping[str, tuple[str, ...]] = {
   "heads": ("tensor",),
   "kv_heads": ("tensor",),
   "mlp": ("tensor",),
+  "expert": ("expert",),
 }
 """Logical axis -> mesh axes that split it. Axes not listed stay whole."""
 

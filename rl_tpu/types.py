@@ -308,6 +308,9 @@ class PolicyOutputs:
   the whole vocabulary. Meaningless where the head's id is -1."""
   proximal_topk_logp: Float[Array, "R T K"] | None = None
   """The same under the proximal policy."""
+  routing: "dict[str, Estimate] | None" = None
+  """Of the target policy's experts, if it has some (`models.moe.loads`); of the
+  whole pass, not aligned to tokens."""
 
 
 @jax.tree_util.register_dataclass
@@ -316,9 +319,10 @@ class Estimate:
   """A mean that can still be added to: a sum with its own denominator.
 
   Micro-batches and devices add totals and counts; the division happens once.
+  A loss and most metrics are one number, the loads of experts an array of them.
   """
 
-  total: Float[Array, ""]
+  total: Float[Array, "..."]
   count: Float[Array, ""]
 
   def __add__(self, other: "Estimate") -> "Estimate":
@@ -327,7 +331,7 @@ class Estimate:
       total=self.total + other.total, count=self.count + other.count
     )
 
-  def mean(self, empty: float) -> Float[Array, ""]:
+  def mean(self, empty: float) -> Float[Array, "..."]:
     """The quotient, or `empty` where nothing was counted."""
     some = self.count > 0
     return jnp.where(some, self.total / jnp.where(some, self.count, 1.0), empty)

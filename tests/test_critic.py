@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_learner import POLICY, SETTINGS, difference, make_batch
+from test_learner import EXPERTS, POLICY, SETTINGS, difference, make_batch
 
 from rl_tpu import algorithms, critic, learner, ops, sharding
 from rl_tpu.models.value import ValueModel
@@ -46,18 +46,18 @@ def make(updates=2, freeze="attention", values="pre", **changes):
   return build(algorithm(), options, settings)
 
 
-def build(module, options, settings, shape=None):
+def build(module, options, settings, shape=None, policy=POLICY):
   """A learner and its first state."""
   mesh = sharding.make_mesh(shape or sharding.MeshShape(), jax.devices())
   it = learner.Learner(
-    POLICY,
+    policy,
     module,
     options,
     dataclasses.replace(SETTINGS, minibatches=1),
     mesh,
     critic_config=settings,
   )
-  return it, it.init(jax.jit(POLICY.init)(jax.random.key(0)))
+  return it, it.init(jax.jit(policy.init)(jax.random.key(0)))
 
 
 def count_of(state):
@@ -102,6 +102,24 @@ def test_sao_h_frozen_attention_is_bit_identical_after_20_updates():
   assert metrics["critic_grad_norm"] ** 2 == pytest.approx(squares, rel=1e-4)
   moments = jax.tree_util.tree_leaves_with_path(state.critic.optimizer)
   assert not any("['attention']" in jax.tree_util.keystr(p) for p, _ in moments)
+
+
+def test_a_critic_with_experts_trains_them_with_its_attention_frozen():
+  options = SimpleNamespace(critic_updates=1, freeze="attention", values="pre")
+  settings = critic.Config(learning_rate=1e-2, warmup_minibatches=0)
+  it, state = build(algorithm(), options, settings, policy=EXPERTS)
+  start = jax.device_get(state.critic.params)
+  state, metrics = it.train(state, BATCH)
+  assert count_of(state.critic) == 1
+  after = jax.device_get(state.critic.params)["decoder"]["layers"]
+  before = start["decoder"]["layers"]
+  assert difference(after["attention"], before["attention"]) == 0
+  for part in ("router", "experts"):
+    moved = difference(
+      after["feed_forward"][part], before["feed_forward"][part]
+    )
+    assert moved > 0
+  assert metrics["critic_grad_norm_feed_forward"] > 0
 
 
 def test_without_freezing_attention_moves_too():

@@ -61,11 +61,17 @@ def make_batch(settings=SETTINGS, groups=12, version=1):
   )
 
 
-def make(settings=SETTINGS, algorithm="decoupled_ppo", shape=None, **options):
+def make(
+  settings=SETTINGS,
+  algorithm="decoupled_ppo",
+  shape=None,
+  policy=POLICY,
+  **options,
+):
   module = algorithms.get(algorithm)
   mesh = sharding.make_mesh(shape or sharding.MeshShape(), jax.devices())
-  it = learner.Learner(POLICY, module, module.Config(**options), settings, mesh)
-  return it, it.init(POLICY.init(jax.random.key(0)))
+  it = learner.Learner(policy, module, module.Config(**options), settings, mesh)
+  return it, it.init(policy.init(jax.random.key(0)))
 
 
 def difference(one, other):
@@ -354,3 +360,56 @@ def test_the_reference_stays_where_it_was_while_the_policy_moves():
   kl = next(name for name in first if "reference" in name)
   assert first[kl] == pytest.approx(0.0, abs=1e-6)
   assert second[kl] > 1e-5
+
+
+EXPERTS = transformer.Policy(
+  dataclasses.replace(POLICY.config, num_experts=8, experts_per_token=2)
+)
+
+
+def train_experts(rows, shape=None):
+  settings = dataclasses.replace(SETTINGS, minibatches=1, microbatch_rows=rows)
+  it, state = make(settings, shape=shape, policy=EXPERTS)
+  state, metrics = it.train(state, make_batch(settings))
+  return jax.device_get(state.params), metrics
+
+
+@pytest.fixture(scope="module")
+def experts_trained():
+  return train_experts(rows=4)
+
+
+def test_loads_of_experts_are_those_of_the_whole_batch(experts_trained):
+  batch = make_batch(dataclasses.replace(SETTINGS, minibatches=1))
+  _, routing = jax.jit(EXPERTS.routed)(
+    EXPERTS.init(jax.random.key(0)),
+    batch.tokens,
+    batch.positions,
+    batch.trajectory_ids,
+  )
+  real = batch.trajectory_ids >= 0
+  assert not real.all()
+  load = np.bincount(np.asarray(routing.experts)[0, real].ravel(), minlength=8)
+  _, metrics = experts_trained
+  expected = load.max() / load.mean()
+  assert metrics["expert_load_max"] == pytest.approx(expected, rel=1e-6)
+  assert metrics["dead_experts"] == (load == 0).mean()
+  entropy = np.asarray(routing.entropy)[0, real].mean()
+  assert metrics["router_entropy"] == pytest.approx(entropy, rel=1e-5)
+  assert "expert_load" not in metrics
+
+
+@pytest.mark.parametrize(
+  ("rows", "shape"),
+  [(8, None), (4, sharding.MeshShape(fsdp=2, tensor=2, expert=2))],
+  ids=["microbatches", "mesh"],
+)
+def test_X08_H04_experts_train_alike_however_they_are_split(
+  rows, shape, experts_trained
+):
+  params, metrics = train_experts(rows, shape)
+  expected_params, expected = experts_trained
+  assert difference(params, expected_params) < 1e-4
+  assert metrics.keys() == expected.keys()
+  for name in ("expert_load_max", "dead_experts", "router_entropy", "loss"):
+    assert metrics[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5)

@@ -1,8 +1,8 @@
 """The decoder of the Qwen and Llama family, for learner and generator alike.
 
 Pre-norm blocks with RMSNorm, rotary positions, grouped-query attention
-(optional RMSNorm on q and k, as in Qwen3, or biases, as in Qwen2) and SwiGLU;
-tied or untied head.
+(optional RMSNorm on q and k, as in Qwen3, or biases, as in Qwen2) and SwiGLU,
+one or a mixture (`moe`); tied or untied head.
 Layers are stacked and scanned, so compile time does not grow with depth. A
 generator may hold them in several stacks (`Policy.stacks`), scanned one after
 another: CPUs compute with a whole array where they would copy a layer out of a
@@ -28,7 +28,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from rl_tpu import sharding
-from rl_tpu.models import attention
+from rl_tpu.models import attention, moe
 from rl_tpu.models.rotary import Scaling, rotary
 
 Params = dict[str, Any]
@@ -54,7 +54,15 @@ class Config:
   head_dim: int
   """Size of one head, even."""
   d_ff: int
-  """Hidden units of the feed-forward block."""
+  """Hidden units of the feed-forward block, or of each expert."""
+  num_experts: int = 0
+  """Feed-forward blocks of a layer, of which each token passes some; 0: one,
+  for all tokens."""
+  experts_per_token: int = 0
+  """Of num_experts, in [1, num_experts]; 0 where there are none."""
+  normalize_gates: bool = True
+  """A token's experts are weighted to sum to 1 (Qwen3-MoE), not as likely as
+  the router finds them."""
   rope_theta: float = 1e6
   """Base of the rotary frequencies."""
   rope_scaling: Scaling | None = None
@@ -77,10 +85,17 @@ class Config:
 
   def __post_init__(self):
     for field in dataclasses.fields(self):
-      if field.type is int and getattr(self, field.name) < 1:
+      least = 0 if field.default == 0 else 1
+      if field.type is int and getattr(self, field.name) < least:
         raise ValueError(
-          f"{field.name} is {getattr(self, field.name)}; it must be >= 1"
+          f"{field.name} is {getattr(self, field.name)}; it must be >= {least}"
         )
+    fewest = min(self.num_experts, 1)
+    if not fewest <= self.experts_per_token <= self.num_experts:
+      raise ValueError(
+        f"experts_per_token is {self.experts_per_token}; it must be in "
+        f"[{fewest}, num_experts = {self.num_experts}]"
+      )
     if self.num_heads % self.num_kv_heads:
       raise ValueError(
         f"num_kv_heads is {self.num_kv_heads}; "
@@ -127,6 +142,16 @@ SIZES: dict[str, Config] = {
   "qwen3-8b": _size(4096, 36, 32, 8, 128, 12_288, tied=False, **_QWEN3),
   "qwen3-14b": _size(5120, 40, 40, 8, 128, 17_408, tied=False, **_QWEN3),
   "qwen3-32b": _size(5120, 64, 64, 8, 128, 25_600, tied=False, **_QWEN3),
+  "tiny-moe": _size(
+    *(64, 2, 4, 4, 16, 48), num_experts=8, experts_per_token=2, rope_theta=1e4
+  ),
+  "qwen3-30b-a3b": _size(
+    *(2048, 48, 32, 4, 128, 768),
+    num_experts=128,
+    experts_per_token=8,
+    tied=False,
+    **_QWEN3,
+  ),
   "llama3-8b": _size(
     *(4096, 32, 32, 8, 128, 14_336),
     vocab_size=128_256,
@@ -136,7 +161,7 @@ SIZES: dict[str, Config] = {
     tied=False,
   ),
 }
-"""Shapes by name, 0.1M to 32B parameters."""
+"""Shapes by name, 0.1M to 32B parameters; a3b: 3B active."""
 
 
 def sized(name: str, **changes: Any) -> Config:
@@ -233,7 +258,7 @@ class Attention(nnx.Module):
 
 
 class FeedForward(nnx.Module):
-  """SwiGLU: down(silu(gate x) * up x)."""
+  """SwiGLU: down(silu(gate x) * up x); nothing is routed."""
 
   def __init__(self, config: Config, rngs: nnx.Rngs):
     d, f = config.d_model, config.d_ff
@@ -241,11 +266,13 @@ class FeedForward(nnx.Module):
     self.up = _weight(rngs, (d, f), ("embed", "mlp"), d)
     self.down = _weight(rngs, (f, d), ("mlp", "embed"), f)
 
-  def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+  def __call__(
+    self, x: Float[Array, "... D"]
+  ) -> tuple[Float[Array, "... D"], None]:
     """Acts on each token by itself."""
     gate = jax.nn.silu(x @ self.gate[...].astype(x.dtype))
     up = x @ self.up[...].astype(x.dtype)
-    return (gate * up) @ self.down[...].astype(x.dtype)
+    return (gate * up) @ self.down[...].astype(x.dtype), None
 
 
 class Block(nnx.Module):
@@ -255,15 +282,32 @@ class Block(nnx.Module):
     self.attention_norm = RMSNorm(config.d_model, config.norm_eps)
     self.attention = Attention(config, rngs)
     self.feed_forward_norm = RMSNorm(config.d_model, config.norm_eps)
-    self.feed_forward = FeedForward(config, rngs)
+    self.feed_forward = _feed_forward(config, rngs)
 
   def __call__(self, x, positions, attend):
-    """Adds attention, then the feed-forward block, to the residual stream."""
+    """Adds attention, then the feed-forward block, to the residual stream.
+
+    Returns keys, values and routing (None without experts) beside it.
+    """
     mixed, keys_values = self.attention(
       self.attention_norm(x), positions, attend
     )
     x = x + mixed
-    return x + self.feed_forward(self.feed_forward_norm(x)), keys_values
+    y, routing = self.feed_forward(self.feed_forward_norm(x))
+    return x + y, (keys_values, routing)
+
+
+def _feed_forward(config: Config, rngs: nnx.Rngs):
+  """A layer's block, or its experts."""
+  if not config.num_experts:
+    return FeedForward(config, rngs)
+  return moe.MixtureOfExperts(
+    config.num_experts,
+    config.experts_per_token,
+    config.normalize_gates,
+    (config.d_model, config.d_ff),
+    functools.partial(_weight, rngs),
+  )
 
 
 class Transformer(nnx.Module):
@@ -371,13 +415,24 @@ class Policy:
     trajectory_ids: Int[Array, "R T"],
   ) -> Float[Array, "R T D"]:
     """Final hidden states of packed rows; no token sees another trajectory."""
+    return self.routed(params, tokens, positions, trajectory_ids)[0]
+
+  def routed(
+    self,
+    params: Params,
+    tokens: Int[Array, "R T"],
+    positions: Int[Array, "R T"],
+    trajectory_ids: Int[Array, "R T"],
+  ) -> tuple[Float[Array, "R T D"], moe.Routing | None]:
+    """Final hidden states, and each layer's routing, [L, R, T, ...]."""
 
     def attend(_, q, k, v):
       return attention.packed(q, k, v, trajectory_ids)
 
     x = self._embed(params, tokens, "rows")
-    x, _ = self._layers(params, x, positions, attend)
-    return self._final_norm(params, x)
+    x, _, routing = self._layers(params, x, positions, attend)
+    routing = jax.tree.map(lambda *stacks: jnp.concatenate(stacks), *routing)
+    return self._final_norm(params, x), routing
 
   def logits(
     self, params: Params, hidden: Float[Array, "... D"]
@@ -402,7 +457,7 @@ class Policy:
       return attention.packed(q, k, v, ids)
 
     x = self._embed(params, tokens, "slots")
-    _, keys_values = self._layers(params, x, positions, attend)
+    _, keys_values, _ = self._layers(params, x, positions, attend)
     return keys_values
 
   def extend(
@@ -424,7 +479,7 @@ class Policy:
       return attention.extended(q, k, v, keys, values, starts)
 
     x = self._embed(params, tokens, "slots")
-    _, new = self._layers(params, x, positions, attend, cache)
+    _, new, _ = self._layers(params, x, positions, attend, cache)
     return new
 
   def decode(
@@ -448,7 +503,7 @@ class Policy:
       return attention.one_token(q, k, v, read)
 
     x = self._embed(params, tokens, "slots")
-    x, new = self._layers(params, x, positions, attend, by_stack)
+    x, new, _ = self._layers(params, x, positions, attend, by_stack)
     return self.logits(params, self._final_norm(params, x)), new
 
   def _embed(self, params, tokens, axis):
@@ -463,7 +518,7 @@ class Policy:
   def _layers(self, params, x, positions, attend: Callable, cache=None):
     """Scans the stacks of blocks; `attend` gets a layer's cache first.
 
-    Returns what leaves the last block, and keys and values by stack.
+    Returns what leaves the last block; keys and values, and routing, by stack.
     """
     layers = params["layers"]
     stacks = layers if isinstance(layers, list) else [layers]
@@ -477,8 +532,9 @@ class Policy:
     if policy is not None and cache is None:
       # Inside a scan nothing can be merged with the backward pass anyway.
       body = jax.checkpoint(body, policy=policy, prevent_cse=False)
-    keys_values = []
+    keys_values, routing = [], []
     for stack in zip(stacks, cache or [None] * len(stacks), strict=True):
-      x, new = jax.lax.scan(body, x, stack)
+      x, (new, routed) = jax.lax.scan(body, x, stack)
       keys_values.append(new)
-    return x, keys_values
+      routing.append(routed)
+    return x, keys_values, routing

@@ -52,6 +52,12 @@ YARN = {
   "beta_fast": 8.0,
   "original_max_position_embeddings": 64,
 }
+EXPERTS = {
+  "head_dim": 8,
+  "num_experts": 4,
+  "num_experts_per_tok": 2,
+  "moe_intermediate_size": 16,
+}
 WITH_TOKENIZER = {"vocab_size": 320}
 
 CHECKPOINTS = {
@@ -103,6 +109,24 @@ CHECKPOINTS = {
     ),
     {},
     torch.float32,
+  ),
+  "qwen3moe_untied_sharded": (
+    transformers.Qwen3MoeConfig(
+      **SIZES | EXPERTS,
+      norm_topk_prob=True,
+      tie_word_embeddings=False,
+    ),
+    {"max_shard_size": "20KB"},
+    torch.float32,
+  ),
+  "qwen3moe_tied_bf16": (
+    transformers.Qwen3MoeConfig(
+      **SIZES | EXPERTS,
+      norm_topk_prob=False,
+      tie_word_embeddings=True,
+    ),
+    {},
+    torch.bfloat16,
   ),
 }
 

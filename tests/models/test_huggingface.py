@@ -18,6 +18,7 @@ from rl_tpu.models.tokenizer import ByteTokenizer
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden" / "huggingface"
 NAMES = sorted(path.name for path in GOLDEN.iterdir())
 SHARDED, SINGLE = "qwen2_tied_sharded", "qwen3_tied_bf16"
+EXPERTS = "qwen3moe_untied_sharded"
 
 
 def mesh(**shape):
@@ -362,6 +363,66 @@ def test_a_config_of_another_computation_names_the_key(
   change_config(folder, **changes)
   with pytest.raises(ValueError, match=message):
     huggingface.read_config(folder)
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({"decoder_sparse_step": 2}, "decoder_sparse_step is 2; it must be 1"),
+    ({"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\]; it must be empty"),
+    ({"moe_intermediate_size": None}, "lacks 'moe_intermediate_size'"),
+    ({"num_local_experts": None}, "lacks 'num_experts'"),
+    ({"num_experts_per_tok": 5}, "experts_per_token is 5"),
+  ],
+)
+def test_a_config_of_other_experts_names_the_key(changes, message, tmp_path):
+  folder = copied(EXPERTS, tmp_path)
+  change_config(folder, **changes)
+  with pytest.raises(ValueError, match=message):
+    huggingface.read_config(folder)
+
+
+def test_experts_are_read_as_configs_before_version_5_spell_them(tmp_path):
+  folder = copied(EXPERTS, tmp_path)
+  change_config(folder, num_local_experts=None, num_experts=4)
+  config = huggingface.read_config(folder)
+  assert config == huggingface.read_config(GOLDEN / EXPERTS)
+  assert (config.num_experts, config.experts_per_token) == (4, 2)
+  assert config.d_ff == 16
+  change_config(folder, norm_topk_prob=None)
+  assert not huggingface.read_config(folder).normalize_gates
+
+
+@pytest.mark.parametrize(
+  ("change", "message"),
+  [
+    (lambda name: without(name), "lacks {}"),
+    (
+      lambda name: replaced(name, lambda x: x[:-1]),
+      r"{} is of shape \(15, 24\); by config.json it must be \(16, 24\)",
+    ),
+  ],
+)
+def test_an_expert_that_does_not_fit_is_named(change, message, tmp_path):
+  name = "model.layers.1.mlp.experts.3.up_proj.weight"
+  folder = copied(EXPERTS, tmp_path)
+  rewrite(folder, change(name)(tensors(folder)))
+  policy = transformer.Policy(huggingface.read_config(folder))
+  with pytest.raises(ValueError, match=message.format(name)):
+    huggingface.check(folder, policy)
+
+
+def test_X08_imported_experts_lie_spread_and_compute_the_same():
+  policy, params = imported(GOLDEN / EXPERTS)
+  _, spread = imported(GOLDEN / EXPERTS, fsdp=2, tensor=2, expert=2)
+  assert_equal(spread, params)
+  up = spread["layers"]["feed_forward"]["experts"]["up"]
+  assert up.addressable_shards[0].data.shape == (2, 2, 12, 8)
+  tokens = np.load(GOLDEN / EXPERTS / "expected.npz")["tokens"]
+  expected = logits(policy, params, tokens)
+  with jax.set_mesh(mesh(fsdp=2, tensor=2, expert=2)):
+    got = logits(policy, spread, tokens)
+  np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
 def without(name):

@@ -18,6 +18,8 @@ SMALL = transformer.Config(
   d_ff=48,
 )
 
+MOE = dataclasses.replace(SMALL, num_experts=4, experts_per_token=2)
+
 
 def make(config=SMALL, seed=0):
   policy = transformer.Policy(config)
@@ -35,8 +37,9 @@ def logits(policy, params, tokens, positions, ids):
   return policy.logits(params, policy.hidden(params, tokens, positions, ids))
 
 
-def test_H22_a_packed_trajectory_equals_itself_alone():
-  policy, params = make()
+@pytest.mark.parametrize("config", [SMALL, MOE], ids=["dense", "experts"])
+def test_H22_a_packed_trajectory_equals_itself_alone(config):
+  policy, params = make(config)
   a, b = jnp.array([5, 6, 7]), jnp.array([8, 9, 10, 11])
   positions, ids = row(3, 4)
   assert positions.tolist() == [[0, 1, 2, 0, 1, 2, 3]]
@@ -131,8 +134,9 @@ def test_rotary_scores_depend_on_distance_only():
   assert abs(score(7, 4) - score(7, 1)) > 1e-4
 
 
-def test_every_weight_gets_a_gradient():
-  policy, params = make(dataclasses.replace(SMALL, tied=False))
+@pytest.mark.parametrize("config", [SMALL, MOE], ids=["dense", "experts"])
+def test_every_weight_gets_a_gradient(config):
+  policy, params = make(dataclasses.replace(config, tied=False))
   tokens = jnp.arange(8)[None]
   positions, ids = row(8)
   weight = jax.random.normal(jax.random.key(1), (1, 8, SMALL.vocab_size))
@@ -149,7 +153,13 @@ def test_every_weight_gets_a_gradient():
 
 @pytest.mark.parametrize(
   ("name", "millions"),
-  [("tiny", 0.13), ("1m", 0.94), ("qwen3-0.6b", 596), ("qwen3-32b", 32762)],
+  [
+    ("tiny", 0.13),
+    ("1m", 0.94),
+    ("qwen3-0.6b", 596),
+    ("qwen3-32b", 32762),
+    ("qwen3-30b-a3b", 30532),
+  ],
 )
 def test_sizes_have_the_parameters_that_their_names_say(name, millions):
   policy = transformer.Policy(transformer.sized(name))

@@ -30,12 +30,17 @@ class _Family:
   """Of attention; None: all four or none, as `attention_bias` says."""
   own_head_dim: bool = False
   """Whether the size of a head is stated apart from width and heads."""
+  experts: bool = False
+  """Whether every feed-forward block is a mixture of experts."""
 
 
 _FAMILIES = {
   "LlamaForCausalLM": _Family("llama", qk_norm=False),
   "Qwen2ForCausalLM": _Family("qwen2", qk_norm=False, biases="qkv"),
   "Qwen3ForCausalLM": _Family("qwen3", qk_norm=True, own_head_dim=True),
+  "Qwen3MoeForCausalLM": _Family(
+    "qwen3_moe", qk_norm=True, own_head_dim=True, experts=True
+  ),
 }
 """Llama 3 and whatever shares its architecture; Qwen2 and 2.5; Qwen3."""
 
@@ -62,7 +67,11 @@ def read(folder: str | PathLike[str]) -> transformer.Config:
     head_dim=raw.need("head_dim")
     if family.own_head_dim
     else raw.get("head_dim", d_model // heads),
-    d_ff=raw.need("intermediate_size"),
+    **(
+      raw.experts()
+      if family.experts
+      else {"d_ff": raw.need("intermediate_size")}
+    ),
     rope_theta=theta,
     rope_scaling=scaling,
     norm_eps=float(raw.need("rms_norm_eps")),
@@ -132,6 +141,24 @@ class _Settings:
         raise ValueError(
           f"{self._path}: {key} is {get(key)!r}; it must be {allowed}"
         )
+
+  def experts(self) -> dict[str, Any]:
+    """The decoder's fields of a mixture of experts in every layer."""
+    for key, good, allowed in (
+      ("decoder_sparse_step", self.get("decoder_sparse_step", 1) == 1, "1"),
+      ("mlp_only_layers", not self.get("mlp_only_layers"), "empty"),
+    ):
+      if not good:
+        raise ValueError(
+          f"{self._path}: {key} is {self.get(key)!r}; it must be {allowed}: "
+          "every layer has experts"
+        )
+    return {
+      "d_ff": self.need("moe_intermediate_size"),
+      "num_experts": self.get("num_local_experts") or self.need("num_experts"),
+      "experts_per_token": self.need("num_experts_per_tok"),
+      "normalize_gates": self.get("norm_topk_prob", False),
+    }
 
   def rope(self) -> tuple[float, Scaling | None]:
     """Base and scaling of the rotary frequencies."""
@@ -216,7 +243,8 @@ def to_json(
     longest: positions that the model is good for.
 
   Raises:
-    ValueError: no architecture has this combination of norms and biases.
+    ValueError: no architecture has this combination of norms, biases and
+      experts.
   """
   architecture, family = _family_of(config)
   return {
@@ -239,18 +267,34 @@ def to_json(
     "tie_word_embeddings": config.tied,
     "torch_dtype": dtype,
     "use_cache": True,
+  } | (_experts_json(config) if family.experts else {})
+
+
+def _experts_json(config: transformer.Config) -> dict[str, Any]:
+  return {
+    "num_experts": config.num_experts,
+    "num_experts_per_tok": config.experts_per_token,
+    "moe_intermediate_size": config.d_ff,
+    "norm_topk_prob": config.normalize_gates,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
   }
 
 
 def _family_of(config: transformer.Config) -> tuple[str, _Family]:
-  """The architecture that has these norms and biases."""
+  """The architecture that has these norms, biases and experts."""
   for architecture, family in _FAMILIES.items():
     biases = (family.biases,) if family.biases else (None, "qkvo")
-    if family.qk_norm == config.qk_norm and config.attention_bias in biases:
+    if (
+      family.qk_norm == config.qk_norm
+      and config.attention_bias in biases
+      and family.experts == bool(config.num_experts)
+    ):
       return architecture, family
   raise ValueError(
     f"qk_norm {config.qk_norm} with attention_bias {config.attention_bias!r} "
-    f"is none of {sorted(_FAMILIES)}: it cannot be exported"
+    f"and num_experts {config.num_experts} is none of {sorted(_FAMILIES)}: it "
+    "cannot be exported"
   )
 
 

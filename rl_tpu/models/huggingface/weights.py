@@ -9,7 +9,8 @@ that is missing, left over, of another shape or type is named. A head that is
 tied to the embedding may be in the files if it is equal to it.
 
 A weight here has its inputs first and its heads apart, [D, H, h]; a file has
-[H h, D], one tensor for each layer. `_WEIGHTS` is the whole correspondence.
+[H h, D], one tensor for each layer and expert. `_WEIGHTS` is the whole
+correspondence.
 """
 
 import contextlib
@@ -72,11 +73,20 @@ _WEIGHTS: Mapping[str, tuple[str, _Order]] = {
       ("feed_forward/gate", "mlp.gate_proj.weight", _TURNED),
       ("feed_forward/up", "mlp.up_proj.weight", _TURNED),
       ("feed_forward/down", "mlp.down_proj.weight", _TURNED),
+      ("feed_forward/router", "mlp.gate.weight", _TURNED),
+      *(
+        (
+          f"feed_forward/experts/{name}",
+          f"mlp.experts.{{}}.{name}_proj.weight",
+          _TURNED,
+        )
+        for name in ("gate", "up", "down")
+      ),
     )
   },
 }
 """Our weight -> its name in a file and the order of its axes there. Each {} of
-the name is an axis that is stacked here, in front: the layer."""
+the name is an axis that is stacked here, in front: layer, then expert."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

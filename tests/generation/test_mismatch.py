@@ -9,11 +9,9 @@ import pytest
 from bigram import CONFIG, ask, one_device_mesh
 from tiny import INIT, POLICY, full_forward_logp
 
-from rl_tpu import sharding
 from rl_tpu.generation import driver as drivers
 from rl_tpu.generation import engine
 from rl_tpu.models import quantization
-from rl_tpu.types import VersionedParams
 
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6, 5, 3)
 VARIANTS = [

@@ -2,7 +2,8 @@
 
 A version holds everything a run resumes from, taken at one moment:
   state  parameters and optimizer, sharded arrays
-  host   the buffer's trajectories and the history as flat arrays
+  host   the buffer's trajectories and the history as flat arrays, and the
+         generator's weights where they are of another version
   meta   version, data cursor, unfinished and dropped prompts, counters (JSON)
 There are no generator states to save: every random draw is keyed by the seed
 in the config and by what it is drawn for.
@@ -43,7 +44,7 @@ class Restored:
 
   version: int
   state: Any
-  host: dict[str, np.ndarray]
+  host: dict[str, Any]
   meta: dict[str, Any]
 
 
@@ -60,7 +61,7 @@ class Checkpointer:
     )
 
   def save(
-    self, version: int, state: Any, host: dict[str, np.ndarray], meta: dict
+    self, version: int, state: Any, host: dict[str, Any], meta: dict
   ) -> None:
     """Starts saving; the state may be donated once this returns.
 

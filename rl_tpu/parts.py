@@ -35,7 +35,7 @@ from rl_tpu.config import Choice, ConfigError, differences, to_json
 from rl_tpu.generation import driver as drivers
 from rl_tpu.generation import engine as engines
 from rl_tpu.generation import server as servers
-from rl_tpu.models import huggingface, tokenizer, transformer
+from rl_tpu.models import huggingface, quantization, tokenizer, transformer
 from rl_tpu.types import Sampling
 from rl_tpu.view import View
 
@@ -80,7 +80,8 @@ class Config:
   """`async`, `sync` (= lockstep(0)) or `lockstep(n)`; see schedules.py."""
   max_staleness: int | None = 2
   """Versions that a consumed token may lag, >= 0 (AReaL: 8 math, 4 code); None
-  is no limit. A serial schedule has its lag here instead."""
+  is no limit. A serial schedule has its lag here instead, and what the
+  generator's refresh period adds."""
   on_stale: Literal["refuse", "mask_tokens", "allow"] = "refuse"
   """What happens to what turns out staler when it is consumed."""
   max_running_groups: int | None = None
@@ -146,6 +147,12 @@ class Config:
       raise ConfigError(f"config.seed is {self.seed}; it must be < 2**31")
     schedules.parse(self.schedule)
     staleness.staleness_bound(self.max_staleness)
+    if staleness.staleness_bound(self.staleness_limit) < self._refresh_lag:
+      raise ConfigError(
+        f"config.max_staleness is {self.max_staleness}; it must be >= "
+        f"config.engine.mismatch.refresh_period - 1 = {self._refresh_lag}: the "
+        "generator's weights alone fall that far behind"
+      )
     if self.sampling.filtered or self.sampling.temperature == 0:
       raise ConfigError(
         f"config.sampling is {self.sampling}; training needs temperature > 0, "
@@ -194,7 +201,29 @@ class Config:
   @property
   def staleness_limit(self) -> int | None:
     """The limit in force."""
-    return self.max_staleness if self.lag is None else self.lag
+    if self.lag is None:
+      return self.max_staleness
+    return self.lag + self._refresh_lag
+
+  @property
+  def admitted_staleness(self) -> int | None:
+    """The part of the limit that admission may use up.
+
+    A group that starts at a version samples from weights that the generator
+    took over up to `refresh_period - 1` versions before.
+    """
+    limit = self.staleness_limit
+    return None if limit is None else limit - self._refresh_lag
+
+  @property
+  def _refresh_lag(self) -> int:
+    return self.engine.mismatch.refresh_period - 1
+
+  @property
+  def clean(self) -> "Config":
+    """The same, with a generator that computes as the learner does."""
+    engine = dataclasses.replace(self.engine, mismatch=quantization.Config())
+    return dataclasses.replace(self, engine=engine)
 
   @property
   def num_devices(self) -> int:
@@ -434,7 +463,7 @@ def make_actor(
     prompts=prompt_stream(config, task, rows).__getitem__,
     admission=staleness.Admission(
       groups_per_batch=config.groups_per_batch,
-      max_staleness=config.staleness_limit,
+      max_staleness=config.admitted_staleness,
       max_running=config.max_running_groups,
     ),
     buffer=groups,

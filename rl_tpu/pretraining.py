@@ -94,6 +94,7 @@ def _learn(
   driver = parts.make_driver(sampled, generator_mesh, buffer.fail)
   shardings = trainer.policy.param_shardings(generator_mesh)
   published = publishing.publish(state.params, 0, shardings)
+  driver.engine.set_starting_params(published.params)
   driver.update(driver.engine.serve(published))
   driver.warm_up()
   actor = parts.make_actor(sampled, task, rows, driver, buffer)

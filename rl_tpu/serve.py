@@ -2,7 +2,8 @@
 
 Weights are those of the newest checkpoint in the run's directory, or else the
 ones that training would start from; later ones come by `UpdateWeights`. Only
-the generator's mesh is used, on this process's first devices.
+the generator's mesh is used, on this process's first devices. The mismatch of
+`config.engine` is served too: these are the answers that training would see.
 
 SIGTERM or SIGINT drains: new requests are refused, those that are open have
 `serve.grace_seconds` to end. A second signal ends the wait.
@@ -73,17 +74,21 @@ def _weights(
   config: parts.Config, driver: GenerationDriver, view: View
 ) -> VersionedParams:
   """What a run of this config would generate with now."""
+  engine = driver.engine
   path = policies.newest(config.run_directory / "checkpoints")
+  params = None
+  if path is None or config.engine.mismatch.weight_noise:
+    task, rows = parts.make_task(config)
+    params = parts.start_params(config, task, rows, engine.mesh, view)
+    engine.set_starting_params(params)
   if path is not None:
     view.note(f"serving the weights of {path}")
-    return policies.load(driver.engine, path, int(path.name))
+    return policies.load(engine, path, int(path.name))
   view.note(
     f"{config.run_directory} has no checkpoint; serving the weights that "
     "training would start from, as version 0"
   )
-  task, rows = parts.make_task(config)
-  params = parts.start_params(config, task, rows, driver.engine.mesh, view)
-  return driver.engine.load_params(params, version=0)
+  return engine.load_params(params, version=0)
 
 
 async def _serve(

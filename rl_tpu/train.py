@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
+import jax
 import numpy as np
 
 from rl_tpu import (
@@ -32,6 +33,7 @@ from rl_tpu import (
   weights,
 )
 from rl_tpu.config import ConfigError
+from rl_tpu.generation.driver import GenerationDriver
 from rl_tpu.types import Batch, Group, VersionedParams
 from rl_tpu.view import View
 
@@ -84,7 +86,7 @@ def run(config: parts.Config, view: View) -> dict[str, Any]:
       batch = this.pack(groups)
       this.state, trained = this.learner.train(this.state, batch)
       this.version += 1
-      this.schedule.publish(this.versioned())
+      this.publish()
       ended = time.monotonic()
       row = metrics.describe(groups, this.version - 1) | trained
       this.log_batch(groups, row, began, taken, ended)
@@ -130,6 +132,10 @@ class _Run:
     )
     stack.callback(self.checkpointer.close)
     self.stop_requested = False
+    self._weight_shardings = self.learner.policy.param_shardings(
+      self._generator_mesh
+    )
+    self._published: VersionedParams | None = None
     self._evaluations: list[tuple[int, Any]] = []
     self._accuracy: dict[str, float] = {}
 
@@ -147,6 +153,12 @@ class _Run:
     self.actor.restore(restored.meta["actor"] | {"groups": groups})
     if self._history:
       self._history.restore(restored.host)
+    if "generator" in restored.host:
+      self._published = weights.publish(
+        restored.host["generator"],
+        restored.meta["generator_version"],
+        self._weight_shardings,
+      )
     return True
 
   def begin(self) -> dict[str, float]:
@@ -179,13 +191,19 @@ class _Run:
     }
 
   def refer(self) -> None:
-    """The reference policy of a KL term is the one that the run began with."""
-    if "reference_logp" in self.learner.requires:
-      self.learner.set_reference(
-        parts.start_params(
-          self.config, self.task, self._rows, self._trainer_mesh, self.view
-        )
-      )
+    """Tells what refers to the weights that the run began with what they are.
+
+    The reference policy of a KL term, and the noise of the generator.
+    """
+    anchored = "reference_logp" in self.learner.requires
+    if not (anchored or self.config.engine.mismatch.weight_noise):
+      return
+    params = parts.start_params(
+      self.config, self.task, self._rows, self._trainer_mesh, self.view
+    )
+    self.driver.engine.set_starting_params(params)
+    if anchored:
+      self.learner.set_reference(params)
 
   def open_log(self) -> None:
     """Opens the log, cut back to this version; 0 begins it anew."""
@@ -195,11 +213,13 @@ class _Run:
     self._stack.callback(self.log.close)
 
   def serve(self) -> None:
-    """Lets the generator answer with the weights of this version."""
-    self._weight_shardings = self.learner.policy.param_shardings(
-      self._generator_mesh
-    )
-    self.driver.update(self.versioned())
+    """Lets the generator answer, with the weights that it takes now.
+
+    Those of this version, unless a restored run's generator held older ones.
+    """
+    published = self._published or self.versioned()
+    self.driver.update(self.driver.engine.serve(published))
+    self._keep(published)
     self.driver.warm_up()
     lag = self.config.lag
     kind = schedules.Concurrent if lag is None else schedules.Serial
@@ -231,10 +251,24 @@ class _Run:
     )
 
   def versioned(self) -> VersionedParams:
-    """A copy of the weights on the generator's mesh, as it serves them."""
-    return self.driver.engine.serve(
-      weights.publish(self.state.params, self.version, self._weight_shardings)
+    """A copy of the weights on the generator's mesh."""
+    return weights.publish(
+      self.state.params, self.version, self._weight_shardings
     )
+
+  def publish(self) -> None:
+    """Gives the generator this version's weights if it takes them over."""
+    if self.config.engine.mismatch.refreshes(self.version):
+      published = self.versioned()
+      self.schedule.publish(self.driver.engine.serve(published))
+      self._keep(published)
+    else:
+      self.actor.set_version(self.version)
+
+  def _keep(self, published: VersionedParams) -> None:
+    """Keeps what checkpoints of versions without a refresh must hold."""
+    always = self.config.engine.mismatch.refresh_period == 1
+    self._published = None if always else published
 
   def due(self, every: int) -> bool:
     """Whether something that comes every so many batches comes now."""
@@ -242,8 +276,22 @@ class _Run:
     return every > 0 and self.version % every == 0 and not last
 
   def evaluate(self) -> dict[str, float]:
-    """Held-out accuracy now."""
-    return self.schedule.call(self._evaluation())
+    """Held-out accuracy now, of the learner's policy.
+
+    Where the generator's is another, training waits and a second engine
+    samples, made for it on the same devices.
+    """
+    if self.config.engine.mismatch.exact:
+      return self.schedule.call(self._evaluation(self.driver))
+    clean = parts.make_driver(self.config.clean, self._generator_mesh)
+    clean.update(clean.engine.serve(self.versioned()))
+    self.driver.pause()
+    schedule = schedules.Serial(self.actor, clean, self._buffer)
+    try:
+      return schedule.call(self._evaluation(clean))
+    finally:
+      schedule.stop()
+      self.driver.resume()
 
   def evaluated(self) -> bool:
     """Whether the log holds this version's held-out accuracy."""
@@ -256,9 +304,13 @@ class _Run:
     """Evaluates beside the training, from this version's weights on.
 
     In async training newer weights may reach it before it ends; the row is
-    that of the version it started with.
+    that of the version it started with. Where the generator's policy is not
+    the learner's, it ends before training goes on.
     """
-    future = self.schedule.submit(self._evaluation())
+    if not self.config.engine.mismatch.exact:
+      self.log_evaluation(self.version, self.evaluate())
+      return
+    future = self.schedule.submit(self._evaluation(self.driver))
     self._evaluations.append((self.version, future))
 
   def finish_evaluations(self) -> None:
@@ -267,10 +319,10 @@ class _Run:
       self.log_evaluation(batch, future.result())
     self._evaluations = []
 
-  async def _evaluation(self) -> dict[str, float]:
+  async def _evaluation(self, driver: GenerationDriver) -> dict[str, float]:
     """Raises if the generator failed; that says nothing of the policy."""
     row = await evaluate.evaluate(
-      self.driver,
+      driver,
       self.task.environment,
       self._heldout,
       sampling=parts.sampling(self.config, self.task),
@@ -278,8 +330,8 @@ class _Run:
       max_turns=self.config.max_turns,
       max_trajectory_tokens=self.config.engine.context_length,
     )
-    if self.driver.failure is not None:
-      raise self.driver.failure
+    if driver.failure is not None:
+      raise driver.failure
     return row
 
   def log_evaluation(self, batch: int, row: dict[str, float]) -> None:
@@ -356,6 +408,10 @@ class _Run:
       "seconds": self.seconds,
       "waited": self.waited,
     }
+    held = self._published
+    if held is not None and held.version != self.version:
+      arrays["generator"] = jax.device_get(held.params)
+      meta["generator_version"] = held.version
     self.checkpointer.save(self.version, self.state, arrays, meta)
 
   def stop(self) -> NoReturn:
@@ -421,7 +477,7 @@ def evaluate_newest(config: parts.Config, view: View) -> dict[str, Any]:
   if not directory.is_dir():
     raise ConfigError(f"{directory} is not there: nothing to evaluate")
   with contextlib.ExitStack() as stack:
-    this = _Run(config, view, stack)
+    this = _Run(config.clean, view, stack)
     if not this.restore():
       raise ConfigError(f"{directory} holds no checkpoint to evaluate")
     this.serve()

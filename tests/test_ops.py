@@ -400,6 +400,7 @@ def test_the_kl_is_positive_where_behavior_was_surer_than_target():
   metrics = ops.behavior_metrics(PolicyOutputs(target_logp=target), batch)
   means = {name: float(m.mean(empty=0.0)) for name, m in metrics.items()}
   assert means == {
+    "engine_mismatch": 0.25,
     "behavior_target_kl": 0.25,
     "nonfinite_logp": 0.0,
     "extreme_ratio": 0.0,

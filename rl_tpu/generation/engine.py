@@ -9,6 +9,9 @@ given: reading it later, at delivery, would name the wrong one.
 Shapes are few: one program per (prefill bucket, batch of sequences) and one
 for decoding; `warm_up` compiles them all.
 
+`serve` is the one place where the learner's weights become those that the
+engine computes with: in its layout, and with the mismatch that is asked for.
+
 Beside JetStream's interface, whose insertion takes one sequence and no
 sampling settings, `admit` prefills and inserts many at once, `release` frees
 slots, and `check_request` and `check_params` refuse what the engine cannot
@@ -30,7 +33,7 @@ from rl_tpu import sharding
 from rl_tpu.generation import decoding
 from rl_tpu.generation.decoding import Admission, DecodeState
 from rl_tpu.generation.jetstream import engine_api
-from rl_tpu.models import transformer
+from rl_tpu.models import quantization, transformer
 from rl_tpu.types import Request, Sampling, VersionedParams
 
 
@@ -62,6 +65,12 @@ class Config:
   its keys and values over in place of computing them: the members of a group,
   the next turn of a conversation. >= 0; 0 never does. Only what the weights in
   service computed is shared."""
+  mismatch: quantization.Config = dataclasses.field(
+    default_factory=quantization.Config
+  )
+  """What sets this engine apart from the learner at equal version: rounded
+  weights and cache, noise, old weights. Training sees all of it; evaluations
+  are sampled without, by an engine of their own that training waits for."""
 
   def __post_init__(self):
     for name, least in (
@@ -119,7 +128,8 @@ class Prefix:
 class _Programs(NamedTuple):
   """The jitted functions of one (policy, config, mesh)."""
 
-  serve: Callable[[Any], Any]
+  draw_noise: Callable[[Any], Any]
+  serve: Callable[[Any, Any], Any]
   empty_state: Callable[[], DecodeState]
   prefill: Callable[..., Any]
   insert: Callable[..., DecodeState]
@@ -148,6 +158,17 @@ def _programs(
     )
 
   states = decoding.state_shardings(mesh)
+  draw_noise = functools.partial(
+    quantization.draw_noise, config=config.mismatch
+  )
+  given = None
+  if config.mismatch.weight_noise:
+    given = dataclasses.replace(policy, stacks=1).param_shardings(mesh)
+
+  def serve(params, noise):
+    return policy.split(
+      quantization.snap_weights(params, config.mismatch, noise)
+    )
 
   def prefill(params, packed):
     tokens = decoding.padded_tokens(packed, config.max_stop_ids)
@@ -165,7 +186,8 @@ def _programs(
     )
 
   return _Programs(
-    serve=jax.jit(policy.split, out_shardings=weights),
+    draw_noise=jax.jit(draw_noise, out_shardings=given),
+    serve=jax.jit(serve, out_shardings=weights),
     empty_state=jax.jit(empty_state, out_shardings=states),
     prefill=jax.jit(
       prefill, in_shardings=(weights, whole), out_shardings=caches
@@ -221,8 +243,8 @@ class PolicyEngine(engine_api.Engine):
     """Prepares the programs; nothing is compiled or allocated yet.
 
     Raises:
-      ValueError: slots or weights do not divide over the mesh, or the head is
-        larger than the vocabulary.
+      ValueError: slots or weights do not divide over the mesh, the head is
+        larger than the vocabulary, or the mismatch does not fit the weights.
     """
     ways = math.prod(mesh.shape[axis] for axis in sharding.RULES["slots"])
     if config.slots % ways:
@@ -239,8 +261,14 @@ class PolicyEngine(engine_api.Engine):
     self.policy = policy
     self.config = config
     self._mesh = mesh
-    self._served = dataclasses.replace(policy, stacks=_stacks(policy, mesh))
+    self._served = dataclasses.replace(
+      policy, stacks=_stacks(policy, mesh), kv_grid=config.mismatch.kv
+    )
     self._programs = _programs(self._served, config, mesh)
+    self._noise: Any = None
+    abstract = policy.abstract_params()
+    noise = jax.eval_shape(self._programs.draw_noise, abstract)
+    jax.eval_shape(self._programs.serve, abstract, noise)  # May refuse.
     self._batches = sorted(
       {-(-min(n, config.slots) // ways) * ways for n in config.prefill_batches}
     )
@@ -360,14 +388,37 @@ class PolicyEngine(engine_api.Engine):
 
   # What JetStream lacks.
 
+  def set_starting_params(self, params: Any) -> None:
+    """Draws the noise of the mismatch, if it has any.
+
+    Args:
+      params: the policy's weights that the run began with, on any mesh; with
+        the same ones a resumed run has the same noise.
+    """
+    if self.config.mismatch.weight_noise:
+      where = self.policy.param_shardings(self._mesh)
+      with jax.set_mesh(self._mesh):
+        moved = sharding.reshard(params, where)
+        self._noise = self._programs.draw_noise(moved)
+
   def serve(self, published: VersionedParams) -> VersionedParams:
     """What this engine holds for the policy's weights on its mesh.
 
-    Copies them where the layout differs, which costs their memory twice until
-    the given ones are dropped.
+    Lays them out, with the mismatch of the config. Copies them where that
+    changes anything, which costs their memory twice until the given ones are
+    dropped.
+
+    Raises:
+      RuntimeError: the noise has not been drawn.
     """
+    noise = self.config.mismatch.weight_noise
+    if noise and self._noise is None:
+      raise RuntimeError(
+        f"mismatch.weight_noise is {noise} and relative to the weights that "
+        "the run began with; give them to set_starting_params first"
+      )
     with jax.set_mesh(self._mesh):
-      params = self._programs.serve(published.params)
+      params = self._programs.serve(published.params, self._noise)
     return dataclasses.replace(published, params=params)
 
   def admit(

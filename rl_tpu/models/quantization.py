@@ -14,6 +14,12 @@ router) left alone. A cache entry has one scale for each token and head, but 1
 in fp8. Relative noise is added before: w + delta, delta = sigma * N(0, 1) *
 w_0, drawn once from the starting weights w_0 and the same for every version.
 
+An engine (`generation.engine`) holds weights and cache so; the learner does
+not, and neither does what evaluates a run. A token attends to its own entry as
+rounded, as it does in engines that write the cache and then read it. Not
+covered: rounded activations (the paper's int8 and fp8 round those of every
+matmul too, W8A8) and 4-bit floats.
+
 Two choices keep the grid what it says:
 
 - `x.astype(float8).astype(float32)` may be folded to x under jit, since XLA may
@@ -76,8 +82,9 @@ class Config:
   noise_seed: int = 0
   """Of the noise, in [0, 2**32)."""
   refresh_period: int = 1
-  """The generator takes over every n-th version, those that n divides, >= 1.
-  Score Centering's staleness s is n = s + 1; its offline runs are 10,001."""
+  """The generator takes over every n-th version, those that n divides, >= 1;
+  n - 1 versions of staleness come with it. Score Centering's staleness s is
+  n = s + 1; its offline runs are 10,001."""
 
   def __post_init__(self):
     for name, good, allowed in (
@@ -100,6 +107,12 @@ class Config:
       raise ValueError(
         f"group_size is {self.group_size}; it must be 0 where weights is 'none'"
       )
+
+  @property
+  def exact(self) -> bool:
+    """Whether the generator is the learner's policy at every version."""
+    rounded = (self.weights, self.kv) != ("none", "none")
+    return not rounded and not self.weight_noise and self.refresh_period == 1
 
   def refreshes(self, version: int) -> bool:
     """Whether the generator takes over the weights of this version."""
@@ -166,14 +179,14 @@ def snap_weights(params: Any, config: Config, noise: Any = None) -> Any:
 
 
 def snap_cache(
-  x: Float[Array, "... K h"], config: Config
+  x: Float[Array, "... K h"], grid: Grid
 ) -> Float[Array, "... K h"]:
   """Keys or values as the cache holds them; for each entry when written."""
-  if config.kv == "none":
+  if grid == "none":
     return x
-  if config.kv == "fp8":
+  if grid == "fp8":
     return _nearest(x.astype(jnp.float32), "fp8").astype(x.dtype)
-  return _snap(x, config.kv)
+  return _snap(x, grid)
 
 
 def _name(path) -> str:

@@ -28,7 +28,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from rl_tpu import sharding
-from rl_tpu.models import attention, moe
+from rl_tpu.models import attention, moe, quantization
 from rl_tpu.models.rotary import Scaling, rotary
 
 Params = dict[str, Any]
@@ -237,9 +237,14 @@ class Attention(nnx.Module):
     self,
     x: Float[Array, "... D"],
     positions: Int[Array, "..."],
-    attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+    attend: Callable[
+      [jax.Array, jax.Array, jax.Array], tuple[jax.Array, KeysValues]
+    ],
   ) -> tuple[Float[Array, "... D"], KeysValues]:
-    """Mixes tokens; returns the new keys and values beside the output."""
+    """Mixes tokens; returns the new keys and values beside the output.
+
+    `attend` says what they are: as computed, or as a cache holds them.
+    """
     q = self._project("query", "...d,dnh->...nh", x)
     k = self._project("key", "...d,dnh->...nh", x)
     v = self._project("value", "...d,dnh->...nh", x)
@@ -247,8 +252,8 @@ class Attention(nnx.Module):
       q, k = self.query_norm(q), self.key_norm(k)
     q = rotary(q, positions, self.config.rope_theta, self.config.rope_scaling)
     k = rotary(k, positions, self.config.rope_theta, self.config.rope_scaling)
-    mixed = attend(q, k, v)
-    return self._project("out", "...nh,nhd->...d", mixed), (k, v)
+    mixed, keys_values = attend(q, k, v)
+    return self._project("out", "...nh,nhd->...d", mixed), keys_values
 
   def _project(self, name: str, equation: str, x: jax.Array) -> jax.Array:
     """Applies a weight, and its bias if it has one."""
@@ -346,6 +351,9 @@ class Policy:
   stacks: int = 1
   """Arrays that a weight of the layers is split into, each of as many layers;
   keys and values come in as many. The learner's is 1."""
+  kv_grid: quantization.Grid = "none"
+  """What keys and values are rounded to, before anything attends to them; the
+  learner's is none."""
 
   def __post_init__(self):
     if self.stacks < 1 or self.config.num_layers % self.stacks:
@@ -523,10 +531,14 @@ class Policy:
     layers = params["layers"]
     stacks = layers if isinstance(layers, list) else [layers]
 
+    def mix(layer_cache, q, k, v):
+      k, v = (quantization.snap_cache(x, self.kv_grid) for x in (k, v))
+      return attend(layer_cache, q, k, v), (k, v)
+
     def body(x, layer):
       weights, layer_cache = layer
       block = _with_params(Block, self.config, weights)
-      return block(x, positions, functools.partial(attend, layer_cache))
+      return block(x, positions, functools.partial(mix, layer_cache))
 
     policy = _SAVED[self.config.remat]
     if policy is not None and cache is None:

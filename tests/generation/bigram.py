@@ -31,6 +31,7 @@ CONFIG = engine.Config(
 class Bigram:
   vocab_size: int = VOCAB
   stacks: int = 1
+  kv_grid: str = "none"
 
   @property
   def config(self) -> transformer.Config:

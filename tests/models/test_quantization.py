@@ -132,14 +132,14 @@ def test_jit_gives_the_same_bits_also_inside_a_larger_program(grid):
 
   def consume(w, x, snap):
     held = snap_weights({"up": w}, config)["up"] if snap else w
-    return held + x, snap_cache(x, config) * w if snap else x * w
+    return held + x, snap_cache(x, config.kv) * w if snap else x * w
 
   consume = jax.jit(consume, static_argnames="snap")
   w, x = jax.random.normal(jax.random.key(1), (2, 48, 48))
   held = snap_weights({"up": w}, config)["up"]
   fused, apart = consume(w, x, snap=True), consume(held, x, snap=False)
   assert jnp.array_equal(fused[0], apart[0])
-  assert jnp.array_equal(fused[1], snap_cache(x, config) * w)
+  assert jnp.array_equal(fused[1], snap_cache(x, config.kv) * w)
 
 
 @pytest.mark.parametrize("grid", GRIDS)
@@ -148,7 +148,7 @@ def test_rounding_survives_in_the_compiled_program(grid):
   config = Config(weights=grid, kv=grid)
 
   def both(x):
-    return snap_weights({"up": x}, config), snap_cache(x, config)
+    return snap_weights({"up": x}, config), snap_cache(x, config.kv)
 
   lowered = jax.jit(both).lower(jnp.ones((8, 8)))
   assert "f8E4M3" not in lowered.as_text()
@@ -165,7 +165,7 @@ def test_e4m3_equals_ml_dtypes_on_every_number_and_midpoint():
   beside = [np.nextafter(middle, sign * np.float32(1e9)) for sign in (1, -1)]
   x = np.concatenate([numbers, middle, *beside, [449, 1e6, -1e6]])
   x = x.astype(np.float32)
-  snap = functools.partial(snap_cache, config=Config(kv="fp8"))
+  snap = functools.partial(snap_cache, grid="fp8")
   for function in (snap, jax.jit(snap)):
     np.testing.assert_array_equal(function(x[None]), rounded(x[None], "fp8"))
 
@@ -176,7 +176,7 @@ def test_a_cache_entry_has_a_scale_for_each_token_and_head(grid, dtype):
   x = jax.random.normal(jax.random.key(3), (2, 5, 4, 16))
   x *= jnp.exp(jax.random.normal(jax.random.key(4), (2, 5, 4, 1)))
   x = x.astype(dtype)
-  snap = jax.jit(functools.partial(snap_cache, config=Config(kv=grid)))
+  snap = jax.jit(functools.partial(snap_cache, grid=grid))
   snapped = snap(x)
   assert (snapped.dtype, snapped.shape) == (x.dtype, x.shape)
   wide, got = np.asarray(x, np.float32), np.asarray(snapped, np.float32)
@@ -192,13 +192,13 @@ def test_a_cache_entry_has_a_scale_for_each_token_and_head(grid, dtype):
 def test_an_fp8_cache_has_no_scale_and_saturates():
   x = jnp.array([[1000.0, 17.1, 0.001], [-500.0, 0.3, 0.0]])
   expected = [[448.0, 18.0, 2.0**-9 * 1.0], [-448.0, 0.3125, 0.0]]
-  assert snap_cache(x, Config(kv="fp8")).tolist() == expected
+  assert snap_cache(x, "fp8").tolist() == expected
 
 
 def test_a_channel_of_zeros_stays_zero():
-  config = Config(weights="int8", kv="int4")
+  config = Config(weights="int8")
   assert not snap_weights({"up": jnp.zeros((4, 3))}, config)["up"].any()
-  assert not snap_cache(jnp.zeros((2, 4)), config).any()
+  assert not snap_cache(jnp.zeros((2, 4)), "int4").any()
 
 
 def test_groups_have_scales_of_their_own():
@@ -265,7 +265,7 @@ def test_noise_missing_or_not_wanted_is_refused():
 def test_without_mismatch_everything_passes_through():
   assert snap_weights(weights(), Config()) is weights()
   x = jnp.ones(3)
-  assert snap_cache(x, Config()) is x
+  assert snap_cache(x, "none") is x
 
 
 @pytest.mark.parametrize(

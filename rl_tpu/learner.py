@@ -317,12 +317,10 @@ class Learner:
   ) -> PolicyOutputs:
     """A forward pass over all microbatches, [n, m, r, T, ...]."""
     micro, count = _microbatches(arranged)
-
-    def score(index):
-      outputs = self._outputs(params, micro(index), required)
-      return dataclasses.replace(outputs, routing=None)
-
-    outputs = jax.lax.map(score, jnp.arange(count))
+    outputs = jax.lax.map(
+      lambda index: self._outputs(params, micro(index), required)[0],
+      jnp.arange(count),
+    )
     return jax.tree.map(
       lambda x: x.reshape(*arranged.tokens.shape, *x.shape[3:]), outputs
     )
@@ -384,8 +382,8 @@ class Learner:
 
   def _outputs(
     self, params, batch: Batch, required: frozenset[str]
-  ) -> PolicyOutputs:
-    return scoring.policy_outputs(
+  ) -> tuple[PolicyOutputs, dict[str, Estimate]]:
+    return scoring.outputs_and_loads(
       self.policy, params, batch, required, self.config.logit_chunk
     )
 
@@ -400,7 +398,7 @@ class Learner:
 
     def loss(params, micro):
       batch, fixed = micro
-      live = self._outputs(params, batch, self.requires)
+      live, loads = self._outputs(params, batch, self.requires)
       outputs = dataclasses.replace(
         fixed,
         target_logp=live.target_logp,
@@ -410,7 +408,7 @@ class Learner:
       total, metrics = self.algorithm.loss(
         outputs, batch, self.algorithm_config
       )
-      return total, metrics | (live.routing or {})
+      return total, metrics | loads
 
     state, metrics, gradient = self.optimizer.step(
       state, loss, microbatch, arranged.tokens.shape[1]

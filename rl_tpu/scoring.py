@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Int
 
 from rl_tpu import ops, sharding
 from rl_tpu.models import moe, transformer
-from rl_tpu.types import Batch, PolicyOutputs
+from rl_tpu.types import Batch, Estimate, PolicyOutputs
 
 
 def policy_outputs(
@@ -36,6 +36,17 @@ def policy_outputs(
   requires: frozenset[str],
   chunk: int,
 ) -> PolicyOutputs:
+  """The outputs of `outputs_and_loads`, which says what they are."""
+  return outputs_and_loads(policy, params, batch, requires, chunk)[0]
+
+
+def outputs_and_loads(
+  policy: transformer.Policy,
+  params: transformer.Params,
+  batch: Batch,
+  requires: frozenset[str],
+  chunk: int,
+) -> tuple[PolicyOutputs, dict[str, Estimate]]:
   """One forward pass; differentiable in `params`.
 
   Args:
@@ -49,7 +60,8 @@ def policy_outputs(
 
   Returns:
     Outputs aligned to tokens, in f32; 0 for the first token of a trajectory,
-    for padding, and where the head's id is -1.
+    for padding, and where the head's id is -1. Beside them `moe.loads`, empty
+    without experts.
 
   Raises:
     ValueError: the head is asked for and the batch has none.
@@ -57,7 +69,7 @@ def policy_outputs(
   hidden, routing = policy.routed(
     params, batch.tokens, batch.positions, batch.trajectory_ids
   )
-  loads = None
+  loads = {}
   if routing is not None:
     loads = moe.loads(
       routing, batch.trajectory_ids >= 0, policy.config.num_experts
@@ -88,7 +100,7 @@ def policy_outputs(
   if topk is not None:
     topk = _each_slot(ops.shift_to_tokens)(topk)
   aligned = {name: ops.shift_to_tokens(x) for name, x in scored.items()}
-  return PolicyOutputs(**aligned, target_topk_logp=topk, routing=loads)
+  return PolicyOutputs(**aligned, target_topk_logp=topk), loads
 
 
 def _each_slot(shift: Callable[..., Array], **options: Any):

@@ -308,9 +308,6 @@ class PolicyOutputs:
   the whole vocabulary. Meaningless where the head's id is -1."""
   proximal_topk_logp: Float[Array, "R T K"] | None = None
   """The same under the proximal policy."""
-  routing: "dict[str, Estimate] | None" = None
-  """Of the target policy's experts, if it has some (`models.moe.loads`); of the
-  whole pass, not aligned to tokens."""
 
 
 @jax.tree_util.register_dataclass

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 import tiny_run
 from test_train import (
@@ -13,8 +14,16 @@ from test_train import (
   weights_of,
 )
 
-from rl_tpu import evaluate, metrics, parts, train
-from rl_tpu.config import ConfigError, build, to_config_dict
+from rl_tpu import (
+  algorithms,
+  critic,
+  evaluate,
+  metrics,
+  parts,
+  serve,
+  train,
+)
+from rl_tpu.config import Choice, ConfigError, build, to_config_dict
 from rl_tpu.models import quantization
 
 assert odd_first  # a fixture for every test here
@@ -169,3 +178,30 @@ def test_the_mismatch_is_a_section_of_the_config(tmp_path):
       to_config_dict(mismatched(tmp_path, {})).to_dict()
       | {"engine": {"mismatch": {"weight": "int8"}}},
     )
+
+
+def test_noise_reaches_value_pretraining_and_the_service(tmp_path):
+  loss = algorithms.get("sao").Config()
+  config = mismatched(
+    tmp_path / "run",
+    {"weight_noise": 0.05, "refresh_period": 2},
+    group_size=1,
+    batches=1,
+    algorithm=Choice(name="sao", config=loss),
+    critic=critic.Config(pretraining_batches=1),
+  )
+  assert train.pretrain_value(config, Quiet())["batches"] == 1
+  _, mesh = parts.meshes(config)
+
+  def served():
+    driver = parts.make_driver(config, mesh)
+    return serve._weights(config, driver, Quiet())
+
+  before = served()
+  train.run(config, Quiet())
+  after = served()
+  assert (before.version, after.version) == (0, 1)
+  clean = weights_of(config)["embedding"]
+  gap = np.asarray(after.params["embedding"]) - clean
+  started = np.asarray(before.params["embedding"])
+  assert np.std(gap / started) == pytest.approx(0.05, rel=0.1)

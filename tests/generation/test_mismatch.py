@@ -178,22 +178,32 @@ def test_rounded_caches_are_shared_by_prefix_as_if_computed_anew(grid):
   group = [ask(*PROMPT, member=m, max_tokens=6) for m in range(4)]
   sharing = make_driver(mismatched(sizes={"min_shared_prefix": 2}, kv=grid))
   apart = make_driver(mismatched(kv=grid))
-  alike(play(sharing, *group), play(apart, *group))
+  first = play(sharing, *group)
+  alike(first, play(apart, *group))
   assert sharing.counters().shared_tokens == 3 * (len(PROMPT) - 1)
+  turn = ask(*PROMPT, *first[0].tokens.tolist(), 7, max_tokens=4)
+  alike(play(sharing, turn), play(apart, turn))  # What was decoded is shared.
+  assert sharing.counters().shared_tokens == 4 * (len(PROMPT) - 1) + 6
   assert apart.counters().shared_tokens == 0
 
 
+@pytest.mark.parametrize("update_after", [None, 2])
 @pytest.mark.parametrize("grid", GRIDS)
-def test_an_interrupted_sequence_goes_on_as_a_prefill_of_it_would(grid):
-  """Decoded entries, and those computed again from the tokens, are the same."""
+def test_a_sequence_goes_on_as_a_prefill_of_it_would(grid, update_after):
+  """Decoded entries, and those computed again from the tokens, are the same.
+
+  The latter by the driver after an update, and here.
+  """
   request = ask(*PROMPT, max_tokens=8)
   driver = make_driver(mismatched(kv=grid))
-  (done,) = play(driver, request, update_after=2)
-  assert driver.counters().interruptions == 1
-  count = int(np.sum(done.version == 0))
+  (done,) = play(driver, request, update_after=update_after)
+  last, count = int(done.version[-1]), 4
+  if update_after:
+    assert driver.counters().interruptions == last == 1
+    count = int(np.sum(done.version == 0))
   assert 0 < count < 8
   fresh = mismatched(kv=grid)
-  weights = fresh.load_params(initial(1), version=1)
+  weights = fresh.load_params(initial(last), last)
   state = fresh.admit(
     weights,
     fresh.init_decode_state(),

@@ -53,6 +53,8 @@ def test_a_run_logs_the_mismatch_it_was_given_and_none_otherwise(tmp_path):
     "kv int4": {"kv": "int4"},
   }.items():
     config = mismatched(tmp_path / name, mismatch, batches=2)
+    whole = dataclasses.replace(config.learner, minibatches=1)
+    config = dataclasses.replace(config, learner=whole)
     train.run(config, Quiet())
     gaps[name] = column(config, "engine_mismatch")
     assert len(gaps[name]) == 2

@@ -104,8 +104,8 @@ def behavior_metrics(
   """What every loss reports of its action tokens, under the same names.
 
   `engine_mismatch`: mean |log target - log behavior| over the tokens that this
-  version sampled; proximal in the place of target where the loss has it, which
-  does not move between minibatches. `behavior_target_kl`: log behavior - log
+  version sampled, NaN where there are none; from the second minibatch on it
+  holds the updates of those before. `behavior_target_kl`: log behavior - log
   target, an unbiased estimate of KL(behavior || target). `nonfinite_logp`:
   share of tokens for which the engine reported no number. `extreme_ratio`:
   share with a log ratio beyond +-MAX_LOG_RATIO. `zero_advantage`: share that
@@ -114,13 +114,9 @@ def behavior_metrics(
   mask = batch.action_mask
   behavior = known_logp(batch.behavior_logp, outputs.target_logp)
   difference = log_ratio(behavior, outputs.target_logp, mask)
-  learners = outputs.proximal_logp
-  if learners is None:
-    learners = outputs.target_logp
   present = mask & (batch.token_version == batch.version)
-  gap = log_ratio(known_logp(batch.behavior_logp, learners), learners, present)
   return {
-    "engine_mismatch": estimate(jnp.abs(gap), present),
+    "engine_mismatch": estimate(jnp.abs(difference), present),
     "behavior_target_kl": estimate(difference, mask),
     "nonfinite_logp": estimate(~jnp.isfinite(batch.behavior_logp), mask),
     "extreme_ratio": estimate(jnp.abs(difference) > MAX_LOG_RATIO, mask),

@@ -187,7 +187,7 @@ class GenerationServer:
         ("grpc.max_send_message_length", -1),
         ("grpc.keepalive_time_ms", 20_000),
         ("grpc.keepalive_timeout_ms", 10_000),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
       ]
     )
     unary = grpc.unary_unary_rpc_method_handler
@@ -263,6 +263,9 @@ class GenerationServer:
     connection = Connection(self.driver, self.admission, self.max_unsent_bytes)
     self._connections.add(connection)
     try:
+      # Headers that leave with the first message would be sent twice if the
+      # call ended with a status meanwhile; then neither arrives.
+      await context.send_initial_metadata(())
       failure = await connection.run(messages, context)
       if failure is not None:
         await _abort(context, failure)

@@ -96,7 +96,9 @@ class Server:
     number = next(self._ids)
     future = asyncio.get_running_loop().create_future()
     self._waiting[number] = future
-    self._process.stdin.write(f"{json.dumps({'id': number, **line})}\n".encode())
+    self._process.stdin.write(
+      f"{json.dumps({'id': number, **line})}\n".encode()
+    )
     return await future
 
 
@@ -142,7 +144,9 @@ class Weights:
     for seed, params in enumerate(self.params):
       checkpoint.save_params(self.good(seed), params)
     first = self.params[0]
-    spoilt = jax.tree.map(lambda leaf: leaf.at[(0,) * leaf.ndim].set(jnp.nan), first)
+    spoilt = jax.tree.map(
+      lambda leaf: leaf.at[(0,) * leaf.ndim].set(jnp.nan), first
+    )
     checkpoint.save_params(directory / "nan", spoilt)
     longer = jax.tree.map(lambda leaf: jnp.repeat(leaf, 2, axis=0), first)
     checkpoint.save_params(directory / "shape", longer)
@@ -273,19 +277,24 @@ class Run:
 # What must be true afterwards.
 
 
-async def quiet(server: Server, tasks: int | None = None) -> dict[str, Any]:
-  """What is held when the service has noticed that its clients left.
+async def quiet(
+  server: Server, most: dict[str, int] | None = None
+) -> dict[str, Any]:
+  """What is held when the process has noticed that its clients left.
 
   Args:
     server: the process.
-    tasks: it had without any client; None: there still are some.
+    most: of what may be held, once no client is left; None: there still are.
   """
 
   def busy(held: dict[str, Any]) -> bool:
-    connected = tasks is not None and (held["objects"] or held["tasks"] > tasks)
-    return connected or any(
-      one["busy_slots"] or one["waiting"] or one["open"]
+    used = [
+      one[what]
       for one in held["services"].values()
+      for what in ("busy_slots", "waiting", "open")
+    ]
+    return any(used) or any(
+      held[name] > allowed for name, allowed in (most or {}).items()
     )
 
   ends = time.monotonic() + PATIENCE_SECONDS / 4
@@ -296,29 +305,14 @@ async def quiet(server: Server, tasks: int | None = None) -> dict[str, Any]:
   return held
 
 
-def leaks(
-  first: dict[str, Any], warm: dict[str, Any], last: dict[str, Any]
-) -> list[str]:
-  """What is held at last though nobody waits for it.
-
-  Args:
-    first: what was held before any request.
-    warm: after some, when what is made once was made, such as pools' threads.
-    last: after all.
-  """
+def leaks(held: dict[str, Any], most: dict[str, int]) -> list[str]:
+  """What is held at last though nobody waits for it."""
   found = [
-    f"{name}: {before[name]} before, {last[name]} after"
-    for name, before in (
-      ("tasks", first),
-      ("threads", warm),
-      ("system_threads", warm),
-      ("files", warm),
-    )
-    if last[name] > before[name]
+    f"{name} are {held[name]}; they were {allowed}"
+    for name, allowed in most.items()
+    if held[name] > allowed
   ]
-  if last["objects"]:
-    found.append(f"{last['objects']} objects of requests are alive")
-  for name, one in last["services"].items():
+  for name, one in held["services"].items():
     for what in ("busy_slots", "waiting", "open", "ended_again"):
       if one[what]:
         found.append(f"{name}: {what} is {one[what]}")
@@ -427,7 +421,8 @@ async def soak(
     }
     meddler = Meddler(traffic, weights, seed)
     run = Run(server, meddler)
-    looks = [await quiet(server)]
+    first = await quiet(server)
+    most = {"tasks": first["tasks"], "objects": 0}
     for part in (errands[:warm], errands[warm:]):
       async with contextlib.AsyncExitStack() as stack:
         for one in traffic.values():
@@ -436,8 +431,10 @@ async def soak(
         await quiet(server)
         for one in traffic.values():
           await full_house(one)
-      looks.append(await quiet(server, looks[0]["tasks"]))
-  faults += leaks(*looks)
+      held = await quiet(server, most)
+      faults += leaks(held, most)
+      for name in ("threads", "system_threads", "files"):
+        most.setdefault(name, held[name])
   sampled = run.samples[:: max(len(run.samples) // 200, 1)]
   wrong = [check_sample(sample, weights.params) for sample in sampled]
   faults += [one for one in wrong if one is not None]
@@ -449,7 +446,8 @@ async def soak(
     "checked": len(sampled),
     "kib_per_1000_requests": round(slope(run.memory), 1),
     "memory_kib": [kib for _, kib in run.memory],
-    "held": looks,
+    "first": first,
+    "held": held,
     "faults": faults,
     "seconds": round(time.monotonic() - began, 1),
   }

@@ -205,7 +205,6 @@ class Process:
       "threads": threading.active_count(),
       "system_threads": len(os.listdir("/proc/self/task")),
       "files": len(os.listdir("/proc/self/fd")),
-      "fl": dict(collections.Counter(os.readlink("/proc/self/fd/"+f).split("[")[0] for f in os.listdir("/proc/self/fd") if os.path.lexists("/proc/self/fd/"+f))),
       "tasks": len(asyncio.all_tasks()) - len(self._local),
       "services": {name: one.held() for name, one in self._services.items()},
     }

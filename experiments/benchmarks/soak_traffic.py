@@ -9,6 +9,7 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import gc
 import json
 import random
 from collections.abc import Awaitable, Callable
@@ -137,7 +138,7 @@ def _draw(chance: random.Random, index: int) -> Errand:
     prompt=prompt,
     sampling=Sampling(
       temperature=chance.choice([0.0, 0.7, 1.0]),
-      max_tokens=chance.randint(1, 90),
+      max_tokens=chance.randint(1, 64),
       stop_ids=tuple(ids) if chance.random() < 0.5 else (),
     ),
     stop=tuple(chance.sample(letters, 8)) if chance.random() < 0.5 else (),
@@ -188,6 +189,7 @@ class Traffic:
     await self._session.close()
     await self._channel.close()
     await self.client.close()
+    gc.collect()  # Calls that were left halfway hold grpc's connections.
 
   async def run(self, errand: Errand) -> list[Outcome]:
     """How each request of the errand ended."""
@@ -346,8 +348,9 @@ class Traffic:
       async with asyncio.timeout(errand.after / 100 if leaves else None):
         async with self._session.post(path, json=body) as response:
           if response.status != 200:
-            return [_http_refusal(errand, response.status, await response.json())
-            ] * errand.count
+            refusal = await response.json()
+            outcome = _http_refusal(errand, response.status, refusal)
+            return [outcome] * errand.count
           if not streamed:
             reader.read(await response.json())
             return reader.outcomes(None)

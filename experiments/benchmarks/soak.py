@@ -46,6 +46,8 @@ from rl_tpu import checkpoint, ops
 from rl_tpu.models import transformer
 
 WORKERS = 16
+MEDDLE_EVERY = 20
+"""Requests; an event may take longer than the next so many."""
 POLICIES = 4
 """Different weights; version v has those of v % POLICIES."""
 PATIENCE_SECONDS = 60.0
@@ -256,7 +258,7 @@ class Run:
       seen = self.requests
       while not all(worker.done() for worker in workers):
         await asyncio.sleep(0.005)
-        if self.requests - seen < 10:
+        if self.requests - seen < MEDDLE_EVERY:
           continue
         seen = self.requests
         self.memory.append((seen, (await self._server.ask(do="memory"))["kib"]))

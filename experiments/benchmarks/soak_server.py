@@ -10,6 +10,7 @@ no more lines it ends as a server does that was told to.
 import asyncio
 import collections
 import contextlib
+import ctypes
 import dataclasses
 import gc
 import json
@@ -173,7 +174,9 @@ class Service:
 
 
 def memory() -> int:
-  """KiB that this process has in memory."""
+  """KiB that this process has in memory and could not give back."""
+  gc.collect()
+  ctypes.CDLL("libc.so.6").malloc_trim(0)
   with open("/proc/self/statm") as file:
     pages = int(file.read().split()[1])
   return pages * os.sysconf("SC_PAGE_SIZE") // 1024
@@ -181,7 +184,6 @@ def memory() -> int:
 
 def objects() -> int:
   """Requests and connections that still exist."""
-  gc.collect()
   kinds = (requests.OpenRequest, Connection, texts.StopStrings)
   return sum(isinstance(one, kinds) for one in gc.get_objects())
 
@@ -200,8 +202,8 @@ class Process:
     if line["do"] == "memory":
       return {"kib": memory()}
     return {
-      "objects": objects(),
       "kib": memory(),
+      "objects": objects(),
       "threads": threading.active_count(),
       "system_threads": len(os.listdir("/proc/self/task")),
       "files": len(os.listdir("/proc/self/fd")),

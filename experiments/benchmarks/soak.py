@@ -349,6 +349,13 @@ def slope(memory: list[tuple[int, int]]) -> float:
   return float(1000 * np.polyfit(half[:, 0], half[:, 1], 1)[0])
 
 
+def padded(context: list[int]) -> np.ndarray:
+  """One row as long as any sequence."""
+  tokens = np.zeros((1, soak_server.ENGINE.context_length), np.int32)
+  tokens[0, : len(context)] = context
+  return tokens
+
+
 @jax.jit
 def _forward(params, tokens, temperature):
   policy: transformer.Policy = soak_server.POLICY
@@ -365,9 +372,8 @@ def check_sample(sample: Sample, params: list[Any]) -> str | None:
   Under `keep` an interrupted answer has keys of older weights, which a forward
   pass does not know; its tokens since the weights changed are left out.
   """
-  tokens = np.zeros((1, soak_server.ENGINE.context_length), np.int32)
   context = [*sample.prompt, *sample.tokens]
-  tokens[0, : len(context)] = context
+  tokens = padded(context)
   versions = np.array(sample.versions)
   places = np.arange(len(sample.prompt), len(context))
   greedy = sample.temperature == 0.0
@@ -447,7 +453,7 @@ async def soak(
     "meddled": dict(meddler.counts),
     "checked": len(sampled),
     "kib_per_1000_requests": round(slope(run.memory), 1),
-    "memory_kib": [kib for _, kib in run.memory],
+    "grown_kib": run.memory[-1][1] - run.memory[0][1],
     "first": first,
     "held": held,
     "faults": faults,
@@ -469,8 +475,6 @@ def main() -> int:
     figures["faults"].append(
       f"memory grows by {grown} KiB per 1000 requests; at most {sizes.bound}"
     )
-  memory = figures.pop("memory_kib")
-  print(f"{'memory, MiB':24} {memory[0] / 1024:.1f} to {memory[-1] / 1024:.1f}")
   for name, value in figures.items():
     print(f"{name:24} {value}")
   print(json.dumps(figures))

@@ -199,6 +199,8 @@ class Process:
     """What is said to one line."""
     if line["do"] == "ask":
       return await self._services[line["service"]].ask(line)
+    for service in self._services.values():
+      service.driver.take_events()  # They are kept for whoever draws them.
     if line["do"] == "memory":
       return {"kib": memory()}
     return {

@@ -19,6 +19,14 @@ import grpc.aio
 from rl_tpu.generation import server, wire
 from rl_tpu.types import Chunk, Completion, Request
 
+OPTIONS = (
+  ("grpc.max_receive_message_length", -1),
+  ("grpc.max_send_message_length", -1),
+  ("grpc.keepalive_time_ms", 20_000),
+  ("grpc.keepalive_timeout_ms", 10_000),
+)
+"""Of the channel; gRPC passes over a name that it does not know."""
+
 
 class OverloadedError(RuntimeError):
   """The generator has as many requests as it may; try again later."""
@@ -189,17 +197,11 @@ class GenerationClient:
 
   def _method(self, kind: str, service: str, name: str):
     if self._channel is None:
-      options = [
-        ("grpc.max_receive_message_length", -1),
-        ("grpc.max_send_message_length", -1),
-        ("grpc.keepalive_time_ms", 20_000),
-        ("grpc.keepalive_timeout_ms", 10_000),
-      ]
       if self._credentials is None:
-        self._channel = grpc.aio.insecure_channel(self.address, options)
+        self._channel = grpc.aio.insecure_channel(self.address, OPTIONS)
       else:
         self._channel = grpc.aio.secure_channel(
-          self.address, self._credentials, options
+          self.address, self._credentials, OPTIONS
         )
     return getattr(self._channel, kind)(f"/{service}/{name}")
 
@@ -264,7 +266,7 @@ class _Session:
       reason = "it was closed here"
     finally:
       self.broken = True
-      self._changed.set()
+      self._writer.cancel()  # It may wait for a call that never began.
       for receive in self._receivers.values():
         receive(
           ConnectionError(f"the connection to {self._address} broke: {reason}")
@@ -288,8 +290,6 @@ class _Session:
     while True:
       await self._changed.wait()
       self._changed.clear()
-      if self.broken:
-        return
       openings, self._openings = self._openings, []
       withdrawn, self._withdrawn = self._withdrawn, []
       try:

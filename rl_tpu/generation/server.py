@@ -51,6 +51,16 @@ TOKEN_VARIABLE = "RL_TPU_ADMIN_TOKEN"
 SERVING, NOT_SERVING = b"\x08\x01", b"\x08\x02"
 """gRPC's HealthCheckResponse: field 1, a status."""
 
+OPTIONS = (
+  ("grpc.so_reuseport", 0),  # A taken port is an error, not a share.
+  ("grpc.max_send_message_length", -1),
+  ("grpc.keepalive_time_ms", 20_000),
+  ("grpc.keepalive_timeout_ms", 10_000),
+  # Clients ping every 20 s; gRPC allows it every 5 minutes by default.
+  ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+)
+"""Of the channel; gRPC passes over a name that it does not know."""
+
 _SHORTEST_TOKEN = 16
 _LAST_WORDS_SECONDS = 5.0
 """For clients to read what is left when the server ends."""
@@ -180,16 +190,8 @@ class GenerationServer:
     self._began = time.monotonic()
     self._loading = asyncio.Lock()
     self._connections: set[Connection] = set()
-    self._server = grpc.aio.server(
-      options=[
-        ("grpc.so_reuseport", 0),  # A taken port is an error, not a share.
-        ("grpc.max_receive_message_length", config.max_message_bytes),
-        ("grpc.max_send_message_length", -1),
-        ("grpc.keepalive_time_ms", 20_000),
-        ("grpc.keepalive_timeout_ms", 10_000),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
-      ]
-    )
+    most = ("grpc.max_receive_message_length", config.max_message_bytes)
+    self._server = grpc.aio.server(options=[*OPTIONS, most])
     unary = grpc.unary_unary_rpc_method_handler
     ours = {
       "Generate": grpc.stream_stream_rpc_method_handler(self._generate),
@@ -263,6 +265,9 @@ class GenerationServer:
     connection = Connection(self.driver, self.admission, self.max_unsent_bytes)
     self._connections.add(connection)
     try:
+      # Headers that leave with the first message would be sent twice if the
+      # call ended with a status meanwhile; then neither arrives.
+      await context.send_initial_metadata(())
       failure = await connection.run(messages, context)
       if failure is not None:
         await _abort(context, failure)

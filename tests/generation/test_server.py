@@ -2,6 +2,7 @@ import asyncio
 import contextlib
 import dataclasses
 import gc
+import pathlib
 import shutil
 import subprocess
 
@@ -10,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 from bigram import CONFIG, ask, make_engine, one_device_mesh, script, uniform
+from grpc._cython import cygrpc
 from tiny import INIT, POLICY, full_forward_logp
 
 from rl_tpu import checkpoint
@@ -716,6 +718,48 @@ def test_a_jetstream_client_that_hangs_up_frees_its_slot():
       assert driver.free_slots == 4
 
   asyncio.run(main())
+
+
+def test_a_client_may_be_closed_before_its_first_request_left():
+  async def main():
+    async with serving(table_driver()) as (served, other):
+      client = clients.GenerationClient(other.address)
+      request = asyncio.ensure_future(client.generate(ask(1, max_tokens=3)))
+      for _ in range(2):  # The call is made, and writing waits for it.
+        await asyncio.sleep(0)
+      async with asyncio.timeout(30):
+        await client.close()
+      with pytest.raises(ConnectionError, match="closed here"):
+        await request
+      assert served.admission.open == 0
+
+  asyncio.run(main())
+
+
+def test_a_call_ends_with_its_status_while_an_answer_is_on_the_way():
+  """grpc sends the headers with the first message, and only once."""
+
+  async def main():
+    driver = table_driver()
+    refused = wire.pack_opening(0, ask(99, max_tokens=3), True)
+    async with serving(driver) as (_, client):
+      async with grpc.aio.insecure_channel(client.address) as channel:
+        for _ in range(100):
+          call = channel.stream_stream(f"/{server.SERVICE}/Generate")()
+          await call.write(wire.pack_requests([refused]))
+          await call.write(b"\x00garbage")
+          with pytest.raises(grpc.aio.AioRpcError, match="not msgpack"):
+            async with asyncio.timeout(30):
+              _ = [data async for data in call]
+
+  asyncio.run(main())
+
+
+def test_every_option_of_a_channel_is_one_that_grpc_knows():
+  """It passes over others in silence: keepalive pings then end calls."""
+  known = pathlib.Path(cygrpc.__file__).read_bytes()
+  for name, _ in (*server.OPTIONS, *clients.OPTIONS):
+    assert name.encode() + b"\0" in known, name
 
 
 # Certificates.

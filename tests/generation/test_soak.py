@@ -1,0 +1,63 @@
+"""The soak, for as long as a test may take."""
+
+import asyncio
+import dataclasses
+
+from experiments.benchmarks import soak
+from experiments.benchmarks.soak_traffic import MAY_END, Traffic
+
+
+def test_300_requests_with_cancels_disconnects_and_updates_leave_nothing(
+  tmp_path,
+):
+  figures = asyncio.run(soak.soak(300, seed=1, directory=tmp_path))
+  assert figures["faults"] == []
+  assert figures["requests"] >= 300
+  assert set(figures["ways"]) == set(Traffic.WAYS)
+  assert set(figures["reasons"]) == {r for may in MAY_END.values() for r in may}
+  assert set(figures["meddled"]) == {"update", "spoil", "pause"}
+  assert figures["checked"] > 50
+  assert figures["grown_kib"] < 32 * 1024
+
+
+def test_a_line_through_the_second_half_gives_the_slope():
+  flat = [(n, 5000 - n) for n in range(0, 100, 10)]
+  rising = [(n, 2 * n) for n in range(100, 210, 10)]
+  assert round(soak.slope(flat + rising), 6) == 2000
+
+
+def test_what_is_held_at_the_end_is_a_fault():
+  service = dict.fromkeys(
+    ("busy_slots", "waiting", "open", "ended_again", "cancellations"), 0
+  )
+  held = {
+    "files": 9,
+    "services": {"keep": {**service, "accepted": 3, "completions": 3}},
+  }
+  assert soak.leaks(held, {"files": 9}) == []
+  held["services"]["keep"] |= {"busy_slots": 1, "accepted": 4}
+  assert soak.leaks(held, {"files": 8}) == [
+    "files are 9; they were 8",
+    "keep: busy_slots is 1",
+    "keep: 4 were accepted, 3 ended",
+  ]
+
+
+def test_an_answer_of_other_weights_or_another_text_is_a_fault(tmp_path):
+  weights = soak.Weights(tmp_path)
+  tokens = [50, 60, 70]
+  logp, _ = soak._forward(weights.params[1], soak.padded([2, *tokens]), 1.0)
+  told = soak.Sample(
+    service="recompute",
+    prompt=[2],
+    tokens=tokens,
+    logp=logp[0, 1:4].tolist(),
+    versions=[1] * 3,
+    temperature=1.0,
+    stop=(),
+    text=soak.soak_server.TOKENIZER.decode(tokens),
+  )
+  assert soak.check_sample(told, weights.params) is None
+  for change in ({"versions": [1, 2, 1]}, {"text": "x"}):
+    wrong = dataclasses.replace(told, **change)
+    assert soak.check_sample(wrong, weights.params) is not None

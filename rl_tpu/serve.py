@@ -46,11 +46,18 @@ def run(config: parts.Config, view: View) -> dict[str, Any]:
   """
   try:
     token = servers.admin_token(config.serve)
+    key = servers.api_key(config.serve, token)
   except ValueError as error:
     raise ConfigError(f"config.serve: {error}") from error
+  text = parts.make_tokenizer(config)
+  if len(text.eos_ids) > config.engine.max_stop_ids:
+    raise ConfigError(
+      f"config.engine.max_stop_ids is {config.engine.max_stop_ids}; it must be "
+      f">= {len(text.eos_ids)}, as any of the tokenizer's eos_ids "
+      f"{text.eos_ids} ends an answer"
+    )
   failed: concurrent.futures.Future[None] = concurrent.futures.Future()
   mesh = sharding.make_mesh(config.devices.generator, jax.devices())
-  text = parts.make_tokenizer(config)
   driver = parts.make_driver(
     config, mesh, failed.set_exception, decode_stop_ids=text.eos_ids
   )
@@ -59,7 +66,7 @@ def run(config: parts.Config, view: View) -> dict[str, Any]:
   began = time.monotonic()
   driver.start()
   try:
-    asyncio.run(_serve(config, driver, text, token, failed))
+    asyncio.run(_serve(config, driver, text, (token, key), failed))
   finally:
     driver.stop()
   return {
@@ -95,10 +102,12 @@ async def _serve(
   config: parts.Config,
   driver: GenerationDriver,
   text: tokenizer.Tokenizer,
-  token: str | None,
+  secrets: tuple[str | None, str | None],
   failed: concurrent.futures.Future[None],
 ) -> None:
   """Serves from the first request to the last.
+
+  `secrets` are the token of admin calls and the key of HTTP clients.
 
   Raises:
     BaseException: what ended the driver.
@@ -106,12 +115,13 @@ async def _serve(
   signals: asyncio.Queue[int] = asyncio.Queue()
   loop = asyncio.get_running_loop()
   broken = asyncio.wrap_future(failed)
+  token, key = secrets
   server = servers.GenerationServer(driver, config.serve, token)
   async with contextlib.AsyncExitStack() as stack:
     try:
       await server.start()
       stack.push_async_callback(server.stop)
-      runner = await _start_http(config, driver, text, stack)
+      runner = await _start_http(config, driver, text, key, stack)
     except (OSError, RuntimeError) as error:
       raise ConfigError(f"config.serve: {error}") from error
     for number in _SIGNALS:
@@ -150,6 +160,7 @@ async def _start_http(
   config: parts.Config,
   driver: GenerationDriver,
   text: tokenizer.Tokenizer,
+  key: str | None,
   stack: contextlib.AsyncExitStack,
 ) -> Any:
   """The runner of the OpenAI-compatible interface; None: it is not wanted."""
@@ -166,6 +177,7 @@ async def _start_http(
       max_prompt_length=config.engine.max_prompt_length,
       behavior_top_k=config.engine.behavior_top_k,
       max_open_requests=config.serve.max_requests,
+      bearer_token=key,
     ),
   )
   runner = await openai_api.start(

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 
 import jax
@@ -17,11 +18,12 @@ import pytest
 import tiny_run
 
 from rl_tpu import __main__ as command_line
-from rl_tpu import checkpoint, serve
+from rl_tpu import checkpoint, parts, serve
 from rl_tpu.config import ConfigError
 from rl_tpu.generation import server as servers
 from rl_tpu.generation.client import GenerationClient
 from rl_tpu.models import transformer
+from rl_tpu.models.tokenizer import ByteTokenizer
 from rl_tpu.types import Request, Sampling
 from rl_tpu.view import View
 
@@ -203,6 +205,60 @@ def test_an_open_address_is_refused_before_devices_are_taken(
   exposed = servers.Config(host="0.0.0.0")
   with pytest.raises(ConfigError, match=r"config\.serve: host is '0\.0\.0\.0'"):
     serve.run(dataclasses.replace(config, serve=exposed), View(0))
+
+
+def test_http_asks_for_the_admin_token_where_others_reach_it(
+  config, monkeypatch
+):
+  """The server stands on this machine; only its config says otherwise."""
+  save_checkpoint(config, 1)
+  token = "a token of some length"
+  monkeypatch.setenv(servers.TOKEN_VARIABLE, token)
+  monkeypatch.delenv(servers.KEY_VARIABLE, raising=False)
+  monkeypatch.setattr(servers.Config, "local", False)
+  answers = []
+
+  def status(url, **headers):
+    request = urllib.request.Request(url, headers=headers)
+    try:
+      with urllib.request.urlopen(request) as answer:
+        return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+      with error:
+        return error.code, json.load(error)
+
+  def attempt(url):
+    answers.append(status(url))
+    answers.append(status(url, Authorization=f"Bearer {token}"))
+    signal.raise_signal(signal.SIGTERM)
+
+  def say(text):
+    http = re.search(r"http on (127\.0\.0\.1:\d+)", text)
+    if http:
+      url = f"http://{http[1]}/v1/models"
+      asyncio.get_running_loop().run_in_executor(None, attempt, url)
+
+  monkeypatch.setattr(serve, "_say", say)
+  served = servers.Config(port=0, http_port=0)
+  serve.run(dataclasses.replace(config, serve=served), View(0))
+  (refused, why), (accepted, models) = answers
+  assert (refused, accepted) == (401, 200)
+  assert why["error"]["code"] == "invalid_api_key"
+  assert models["object"] == "list"
+
+
+def test_more_eos_ids_than_stop_ids_are_refused_before_devices_are_taken(
+  config, monkeypatch
+):
+  class Talkative(ByteTokenizer):
+    eos_ids = (1, 2, 3, 4, 5)
+
+  monkeypatch.setattr(parts, "make_tokenizer", lambda _: Talkative())
+  with pytest.raises(
+    ConfigError,
+    match=r"config\.engine\.max_stop_ids is 4; it must be >= 5.*\(1, 2, 3",
+  ):
+    serve.run(config, View(0))
 
 
 @pytest.mark.filterwarnings("ignore:the load_module")

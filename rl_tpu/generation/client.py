@@ -17,6 +17,7 @@ import grpc
 import grpc.aio
 
 from rl_tpu.generation import server, wire
+from rl_tpu.generation.wire import OverloadedError
 from rl_tpu.types import Chunk, Completion, Request
 
 OPTIONS = (
@@ -26,10 +27,6 @@ OPTIONS = (
   ("grpc.keepalive_timeout_ms", 10_000),
 )
 """Of the channel; gRPC passes over a name that it does not know."""
-
-
-class OverloadedError(RuntimeError):
-  """The generator has as many requests as it may; try again later."""
 
 
 _ERRORS: dict[str, type[Exception]] = {

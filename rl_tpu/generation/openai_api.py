@@ -42,6 +42,7 @@ from rl_tpu.generation.openai_fields import (
   Reader,
 )
 from rl_tpu.generation.text import TextChunk
+from rl_tpu.generation.wire import OverloadedError
 from rl_tpu.models.tokenizer import Tokenizer
 
 __all__ = ["Config", "make_app", "start"]
@@ -186,12 +187,9 @@ class _Api:
     """Counts sequences as open, if there may be as many."""
     most = self._config.max_open_requests
     if self._open + count > most:
-      raise ApiError(
+      raise _overloaded(
         f"{self._open} sequences are open; with {count} more there would be "
-        f"over {most}; try again later",
-        code="rate_limit_exceeded",
-        status=429,
-        kind="rate_limit_error",
+        f"over {most}; try again later"
       )
     self._open += count
     try:
@@ -322,12 +320,21 @@ def _usage(ask: Ask, sampled: int) -> dict[str, int]:
   }
 
 
+def _overloaded(message: str) -> ApiError:
+  """What clients understand as a wish to come back later."""
+  return ApiError(
+    message, code="rate_limit_exceeded", status=429, kind="rate_limit_error"
+  )
+
+
 def _raise_failure(task: asyncio.Task[None]) -> None:
   """Raises what ended a choice too early."""
   try:
     task.result()
   except ValueError as error:
     raise ApiError(str(error)) from error
+  except OverloadedError as error:
+    raise _overloaded(str(error)) from error
   except (RuntimeError, OSError) as error:
     raise ApiError(
       str(error) or "the generator failed", status=503, kind="server_error"

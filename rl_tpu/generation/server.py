@@ -48,6 +48,7 @@ from rl_tpu.generation.jetstream import jetstream_pb2_grpc, orchestrator
 SERVICE = "rl_tpu.Generation"
 HEALTH = "grpc.health.v1.Health"
 TOKEN_VARIABLE = "RL_TPU_ADMIN_TOKEN"
+KEY_VARIABLE = "RL_TPU_API_KEY"
 SERVING, NOT_SERVING = b"\x08\x01", b"\x08\x02"
 """gRPC's HealthCheckResponse: field 1, a status."""
 
@@ -61,7 +62,7 @@ OPTIONS = (
 )
 """Of the channel; gRPC passes over a name that it does not know."""
 
-_SHORTEST_TOKEN = 16
+_SHORTEST_SECRET = 16
 _LAST_WORDS_SECONDS = 5.0
 """For clients to read what is left when the server ends."""
 
@@ -72,8 +73,8 @@ class Config:
 
   host: str = "127.0.0.1"
   """Address to listen on. One that other machines reach needs an admin token
-  or the three tls files; without the latter whoever reaches it can generate,
-  and everything, the token too, travels in clear."""
+  or the three tls files; without the latter whoever reaches gRPC's port can
+  generate, and everything, the token too, travels in clear."""
   port: int = 8470
   """Of gRPC, in [0, 65535]; 0 takes a free one, which the log names."""
   http_port: int | None = None
@@ -83,6 +84,10 @@ class Config:
   token_file: str | None = None
   """File with the admin token, at least 16 characters; None: the environment
   variable RL_TPU_ADMIN_TOKEN, if it is set."""
+  api_key_file: str | None = None
+  """File with the key that HTTP clients must send, at least 16 characters;
+  None: the environment variable RL_TPU_API_KEY, if it is set. Without either it
+  is the admin token where other machines reach the address, else none."""
   tls_certificate: str | None = None
   """PEM file with the server's certificate; all three tls files or none."""
   tls_key: str | None = None
@@ -141,28 +146,58 @@ def admin_token(
     ValueError: it is too short or not plain text; or other machines reach the
       address, and there is neither a token nor client certificates.
   """
-  token, source = environment.get(TOKEN_VARIABLE), TOKEN_VARIABLE
-  if config.token_file is not None:
-    source = f"token_file {config.token_file}"
-    try:
-      token = pathlib.Path(config.token_file).read_text().strip()
-    except OSError as error:
-      raise ValueError(f"{source} cannot be read: {error}") from error
-  if token is None:
-    if config.local or config.tls_client_ca:
-      return None
+  token = _secret("token_file", config, TOKEN_VARIABLE, environment)
+  if token is None and not (config.local or config.tls_client_ca):
     raise ValueError(
       f"host is {config.host!r}, which other machines reach; set token_file or "
       f"{TOKEN_VARIABLE}, or the three tls files, or keep to 127.0.0.1"
     )
-  if len(token) < _SHORTEST_TOKEN or not (
-    token.isascii() and token.isprintable()
+  return token
+
+
+def api_key(
+  config: Config,
+  token: str | None,
+  environment: Mapping[str, str] = os.environ,
+) -> str | None:
+  """The bearer token that HTTP clients must send; None where none is needed.
+
+  Args:
+    config: where it may be, and who reaches the address.
+    token: that of admin calls, from `admin_token`.
+    environment: where else it may be.
+
+  Raises:
+    ValueError: it is too short or not plain text.
+  """
+  key = _secret("api_key_file", config, KEY_VARIABLE, environment)
+  if key is None and not config.local:
+    return token
+  return key
+
+
+def _secret(
+  field: str, config: Config, variable: str, environment: Mapping[str, str]
+) -> str | None:
+  """What the file of a config's field holds, or else a variable."""
+  secret, source = environment.get(variable), variable
+  file = getattr(config, field)
+  if file is not None:
+    source = f"{field} {file}"
+    try:
+      secret = pathlib.Path(file).read_text().strip()
+    except OSError as error:
+      raise ValueError(f"{source} cannot be read: {error}") from error
+  if secret is None:
+    return None
+  if len(secret) < _SHORTEST_SECRET or not (
+    secret.isascii() and secret.isprintable()
   ):
     raise ValueError(
-      f"{source} must hold at least {_SHORTEST_TOKEN} printable ASCII "
+      f"{source} must hold at least {_SHORTEST_SECRET} printable ASCII "
       "characters"
     )
-  return token
+  return secret
 
 
 class GenerationServer:

@@ -48,6 +48,10 @@ class WireError(ValueError):
   """A message that does not follow the format; says where."""
 
 
+class OverloadedError(RuntimeError):
+  """The generator has as many requests as it may; try again later."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Failure:
   """Why a request has no answer, or ends without one."""

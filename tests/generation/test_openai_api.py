@@ -12,7 +12,7 @@ import pytest
 from bigram import CONFIG, make_engine, script
 
 from rl_tpu.generation import driver as drivers
-from rl_tpu.generation import openai_api
+from rl_tpu.generation import openai_api, wire
 from rl_tpu.models.tokenizer import ByteTokenizer, encode_chat
 from rl_tpu.types import Chunk, Request, Sampling
 
@@ -712,6 +712,21 @@ def test_a_stopped_driver_is_503_and_not_healthy():
   for stream in (False, True):
     error = refused(complete(prompt="a", stream=stream), generator=driver)
     assert (error.status_code, error.type) == (503, "server_error")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_generator_that_has_no_room_is_429(stream):
+  """Such as a server behind a gRPC client."""
+  gate = Gate()
+  gate.failure = wire.OverloadedError("12 requests are open")
+  gate.open.set()
+  error = refused(complete(prompt="a", stream=stream), generator=gate)
+  assert isinstance(error, openai.RateLimitError)
+  assert error.response.headers["Retry-After"] == "1"
+  assert (error.code, error.type) == (
+    "rate_limit_exceeded",
+    "rate_limit_error",
+  )
 
 
 def test_a_failure_in_a_stream_is_told_and_ends_the_other_choices():

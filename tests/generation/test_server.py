@@ -401,6 +401,23 @@ def test_a_token_that_protects_nothing_is_refused_unseen(text, tmp_path):
   assert not text or text not in str(caught.value)
 
 
+def test_http_clients_need_their_key_or_where_others_reach_it_the_token(
+  tmp_path,
+):
+  file = tmp_path / "key"
+  file.write_text("a key from a file\n")
+  variable = {server.KEY_VARIABLE: "a key of some length"}
+  local, exposed = server.Config(), server.Config(host="0.0.0.0")
+  named = server.Config(api_key_file=str(file))
+  assert server.api_key(local, TOKEN, {}) is None
+  assert server.api_key(exposed, TOKEN, {}) == TOKEN
+  for config in (local, exposed):
+    assert server.api_key(config, TOKEN, variable) == "a key of some length"
+  assert server.api_key(named, TOKEN, variable) == "a key from a file"
+  with pytest.raises(ValueError, match="RL_TPU_API_KEY must hold at least 16"):
+    server.api_key(local, None, {server.KEY_VARIABLE: "short"})
+
+
 def test_a_token_file_that_is_not_there_is_an_error(tmp_path):
   config = server.Config(token_file=str(tmp_path / "none"))
   with pytest.raises(ValueError, match="none cannot be read"):

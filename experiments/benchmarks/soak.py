@@ -59,7 +59,7 @@ POLICIES = 4
 """Different weights; version v has those of v % POLICIES."""
 PATIENCE_SECONDS = 60.0
 """For what must happen soon: only what never happens takes so long."""
-ROOT = pathlib.Path(__file__).parent.parent.parent
+ROOT = pathlib.Path(soak_server.__file__).parents[2]
 
 
 def parse() -> argparse.Namespace:

@@ -450,14 +450,13 @@ class GenerationDriver(orchestrator.Driver):
     self._timeline.sums.tokens += self._table.record(result)
     with self._changed:
       ended = self._table.ended(result)
-      self._timeline.sums.completions += sum(
-        not opened.ended for opened, _ in ended
-      )
+      self._timeline.sums.completions += sum(not one.ended for one in ended)
       self._table.stream(result, self._outbox)
-      for opened, completion in ended:
-        self._table.free(opened)
-        if not opened.ended:
+      for opened in ended:
+        if not opened.ended:  # Streams ended with their last chunk.
+          completion = self._table.completion(opened, result)
           self._outbox.post(opened, completion)
+        self._table.free(opened)
 
   # Failure.
 

@@ -216,16 +216,11 @@ class SlotTable:
     self._shareable = np.where(self._current, self._length - 1, 0)
     return len(rows)
 
-  def ended(
-    self, result: decoding.Result
-  ) -> list[tuple[OpenRequest, Completion]]:
+  def ended(self, result: decoding.Result) -> list[OpenRequest]:
     """The requests that a recorded dispatch ended; they keep their slots."""
-    slots = np.flatnonzero(result.standing != decoding.RUNNING)
-    return [
-      (opened, self._completion(slot, _REASONS[int(result.standing[slot])]))
-      for slot in slots.tolist()
-      if (opened := self._owners[slot]) is not None
-    ]
+    slots = np.flatnonzero(result.standing != decoding.RUNNING).tolist()
+    owners = [self._owners[slot] for slot in slots]
+    return [owner for owner in owners if owner is not None]
 
   def stream(self, result: decoding.Result, outbox: "Outbox") -> None:
     """Hands recorded tokens to those who want every dispatch's."""
@@ -257,7 +252,11 @@ class SlotTable:
         )
         outbox.post(opened, chunk)
 
-  def _completion(self, slot: int, reason: StopReason) -> Completion:
+  def completion(
+    self, opened: OpenRequest, result: decoding.Result
+  ) -> Completion:
+    """All of a request that the dispatch ended."""
+    slot = opened.slot
     sampled = slice(int(self._prompt_length[slot]), int(self._length[slot]))
     ids, logp = self._topk_ids[slot, sampled], self._topk_logp[slot, sampled]
     has_head = ids.shape[1] > 0
@@ -265,7 +264,7 @@ class SlotTable:
       tokens=self._tokens[slot, sampled].copy(),
       logp=self._logp[slot, sampled].copy(),
       version=self._version[slot, sampled].copy(),
-      stop_reason=reason,
+      stop_reason=_REASONS[int(result.standing[slot])],
       topk_ids=ids.copy() if has_head else None,
       topk_logp=logp.copy() if has_head else None,
     )

@@ -8,6 +8,7 @@ import pytest
 from bigram import CONFIG, ask, make_engine, script, uniform
 
 from rl_tpu.generation import driver as drivers
+from rl_tpu.generation import requests
 
 
 def make_driver(table, **changes):
@@ -47,6 +48,25 @@ def test_chunks_joined_are_the_completion():
     np.testing.assert_array_equal(joined, getattr(whole, field))
   assert {chunk.version for chunk in chunks} == {0}
   assert chunks[0].topk_ids is None
+
+
+def test_a_streamed_request_costs_no_completion(running, monkeypatch):
+  built = []
+  table, completion = requests.SlotTable, requests.SlotTable.completion
+
+  def counted(self, opened, result):
+    built.append(opened.request.prompt_index)
+    return completion(self, opened, result)
+
+  monkeypatch.setattr(table, "completion", counted)
+
+  async def main():
+    async for _ in running.stream(ask(3, index=1, max_tokens=7)):
+      pass
+    await running.generate(ask(3, index=2, max_tokens=7))
+
+  asyncio.run(main())
+  assert built == [2]
 
 
 def test_each_chunk_names_the_weights_that_sampled_it():

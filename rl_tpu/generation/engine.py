@@ -268,7 +268,10 @@ class PolicyEngine(engine_api.Engine):
     self._noise: Any = None
     abstract = policy.abstract_params()
     noise = jax.eval_shape(self._programs.draw_noise, abstract)
-    jax.eval_shape(self._programs.serve, abstract, noise)  # May refuse.
+    self._weights = sharding.placed(
+      jax.eval_shape(self._programs.serve, abstract, noise),  # May refuse.
+      self._served.param_shardings(mesh),
+    )
     self._batches = sorted(
       {-(-min(n, config.slots) // ways) * ways for n in config.prefill_batches}
     )
@@ -477,13 +480,10 @@ class PolicyEngine(engine_api.Engine):
 
   def abstract_arguments(self) -> tuple[Any, DecodeState]:
     """Shapes, dtypes and shardings of the weights and of a decode state."""
-    params = sharding.placed(
-      self._served.abstract_params(), self._served.param_shardings(self._mesh)
-    )
     with jax.set_mesh(self._mesh):
       empty = jax.eval_shape(self._programs.empty_state)
     where = jax.tree.broadcast(decoding.state_shardings(self._mesh), empty)
-    return params, sharding.placed(empty, where)
+    return self._weights, sharding.placed(empty, where)
 
   def traced(self) -> dict[str, jax.stages.Traced]:
     """The largest prefill and decoding, by name, on their way to a compiler.
@@ -546,29 +546,28 @@ class PolicyEngine(engine_api.Engine):
       ValueError: names, shapes or dtypes differ from the policy's, or an array
         does not lie on this engine's mesh as it should.
     """
-    expected = self._served.abstract_params()
-    names, known = jax.tree.structure(params), jax.tree.structure(expected)
+    names = jax.tree.structure(params)
+    known = jax.tree.structure(self._weights)
     if names != known:
       raise ValueError(
         f"weights are named {names}; they must be {known}: lay them out with "
         "load_params or serve first"
       )
 
-    def check(path, leaf, like, wanted):
+    def check(path, leaf, like):
       name = jax.tree_util.keystr(path)
       if (leaf.shape, leaf.dtype) != (like.shape, like.dtype):
         raise ValueError(
           f"weight {name} is {leaf.dtype}{leaf.shape}; "
           f"it must be {like.dtype}{like.shape}"
         )
-      if not leaf.sharding.is_equivalent_to(wanted, leaf.ndim):
+      if not leaf.sharding.is_equivalent_to(like.sharding, leaf.ndim):
         raise ValueError(
-          f"weight {name} lies at {leaf.sharding}; it must be at {wanted}: "
-          "move it with load_params first"
+          f"weight {name} lies at {leaf.sharding}; it must be at "
+          f"{like.sharding}: move it with load_params first"
         )
 
-    shardings = self._served.param_shardings(self._mesh)
-    jax.tree_util.tree_map_with_path(check, params, expected, shardings)
+    jax.tree_util.tree_map_with_path(check, params, self._weights)
 
   def _pack(
     self, admissions: Sequence[Admission], bucket: int, rows: int

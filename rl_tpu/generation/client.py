@@ -20,12 +20,7 @@ from rl_tpu.generation import server, wire
 from rl_tpu.generation.wire import OverloadedError
 from rl_tpu.types import Chunk, Completion, Request
 
-OPTIONS = (
-  ("grpc.max_receive_message_length", -1),
-  ("grpc.max_send_message_length", -1),
-  ("grpc.keepalive_time_ms", 20_000),
-  ("grpc.keepalive_timeout_ms", 10_000),
-)
+OPTIONS = (*server.BOTH_ENDS, ("grpc.max_receive_message_length", -1))
 """Of the channel; gRPC passes over a name that it does not know."""
 
 

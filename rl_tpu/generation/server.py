@@ -52,11 +52,16 @@ KEY_VARIABLE = "RL_TPU_API_KEY"
 SERVING, NOT_SERVING = b"\x08\x01", b"\x08\x02"
 """gRPC's HealthCheckResponse: field 1, a status."""
 
-OPTIONS = (
-  ("grpc.so_reuseport", 0),  # A taken port is an error, not a share.
+BOTH_ENDS = (
   ("grpc.max_send_message_length", -1),
   ("grpc.keepalive_time_ms", 20_000),
   ("grpc.keepalive_timeout_ms", 10_000),
+)
+"""Options of the channel that server and clients share."""
+
+OPTIONS = (
+  *BOTH_ENDS,
+  ("grpc.so_reuseport", 0),  # A taken port is an error, not a share.
   # Clients ping every 20 s; gRPC allows it every 5 minutes by default.
   ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
 )

@@ -9,46 +9,24 @@ prompts of 16 trajectories in 4 minibatches, staleness up to 8.
 
 import ml_collections
 
-from rl_tpu import algorithms, envs, learner, parts, sft, sharding, topology
-from rl_tpu.config import Choice, to_config_dict
-from rl_tpu.generation import engine
-from rl_tpu.models import transformer
-from rl_tpu.types import Sampling
-
-MODEL = "qwen3-8b"
+from experiments.pods import qwen3_8b_v5p64
+from rl_tpu import sharding, topology
+from rl_tpu.config import to_config_dict
 
 
 def get_config() -> ml_collections.ConfigDict:
   """The run's config; give `--config.pretrained` to start from weights."""
-  loss = algorithms.get("decoupled_ppo").Config(baseline="group")
-  return to_config_dict(
-    parts.Config(
-      name="qwen3_8b_v6e64",
-      batches=250,
-      groups_per_batch=512,
-      group_size=16,
-      max_staleness=8,
-      task=Choice(
-        name="reasoning_gym", config=envs.get("reasoning_gym").Config()
-      ),
-      algorithm=Choice(name="decoupled_ppo", config=loss),
-      model=transformer.sized(MODEL, compute_dtype="bfloat16", remat="dots"),
-      sampling=Sampling(max_tokens=15360),
-      learner=learner.Config(
-        minibatches=4, microbatch_rows=16, row_length=16384, logit_chunk=1024
-      ),
-      engine=engine.Config(
-        slots=16,
-        context_length=16384,
-        prefill_buckets=(1024, 4096, 16384),
-        prefill_batches=(2,),
-        steps_per_dispatch=16,
-      ),
-      devices=parts.Devices(
-        trainer=sharding.MeshShape(fsdp=16, tensor=4),
-        generator=sharding.MeshShape(data=2, tensor=4),
-      ),
-      warm_start=sft.Config(batches=0, wrong_batches=0),
-      compile=topology.Config(topology="v6e:8x8", generator_topology="v6e:2x4"),
-    )
+  config = qwen3_8b_v5p64.get_config()
+  config.name = "qwen3_8b_v6e64"
+  config.sampling.max_tokens = 15360
+  config.learner.row_length, config.learner.logit_chunk = 16384, 1024
+  config.engine.context_length = 16384
+  config.engine.prefill_buckets = (1024, 4096, 16384)
+  config.engine.prefill_batches = (2,)
+  config.devices.generator = to_config_dict(
+    sharding.MeshShape(data=2, tensor=4)
   )
+  config.compile = to_config_dict(
+    topology.Config(topology="v6e:8x8", generator_topology="v6e:2x4")
+  )
+  return config

@@ -19,8 +19,8 @@ AXES = ("data", "fsdp", "tensor", "expert")
 
 RULES: Mapping[str, tuple[str, ...]] = {
   # activations
-  "rows": ("data", "fsdp"),
-  "slots": ("data", "fsdp"),
+  "rows": ("data", "fsdp", "expert"),
+  "slots": ("data", "fsdp", "expert"),
   # weights
   "embed": ("fsdp",),
   "vocab": ("tensor",),
@@ -45,7 +45,7 @@ class MeshShape:
   tensor: int = 1
   """Ways that heads, hidden units and vocabulary are split, >= 1."""
   expert: int = 1
-  """Ways that experts are split, >= 1."""
+  """Ways that experts are split, and rows once more, >= 1."""
 
   def __post_init__(self):
     for axis in AXES:
@@ -88,6 +88,11 @@ def named(mesh: Mesh, *axes: str | None) -> NamedSharding:
   return NamedSharding(mesh, partition_spec(axes))
 
 
+def ways(mesh: Any, axis: str) -> int:
+  """Into how many parts a mesh splits a logical axis."""
+  return math.prod(mesh.shape[name] for name in RULES[axis])
+
+
 def tree_shardings(mesh: Mesh, abstract: Any, axes: Any) -> Any:
   """Shardings for a tree of abstract arrays with a tree of logical axes.
 
@@ -98,11 +103,11 @@ def tree_shardings(mesh: Mesh, abstract: Any, axes: Any) -> Any:
 
   def one(path, leaf, leaf_axes):
     for size, axis in zip(leaf.shape, leaf_axes, strict=True):
-      ways = math.prod(mesh.shape[a] for a in RULES.get(axis, ()))
-      if size % ways:
+      parts = ways(mesh, axis) if axis in RULES else 1
+      if size % parts:
         raise ValueError(
           f"{jax.tree_util.keystr(path)}: dimension {axis!r} of size {size} "
-          f"does not divide over mesh axes {RULES[axis]} ({ways} ways)"
+          f"does not divide over mesh axes {RULES[axis]} ({parts} ways)"
         )
     return named(mesh, *leaf_axes)
 

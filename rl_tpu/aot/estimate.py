@@ -6,9 +6,11 @@ hold. Times are estimates, never measured:
     compute = cycles / clock + kernels' operations / peak
 
 where `cycles` is the compiler's model (see `hlo`; good for products,
-pessimistic for what waits for memory) and kernels are taken at the peak that
-heads of their size allow. Collectives stand beside it, in bytes, and in seconds
-by the model of `topology`. What cannot be right is None, and `doubts` says why.
+pessimistic for what waits for memory). Attention's kernel is taken at the peak
+that heads of its size allow, a grouped product at a measured share of the peak,
+and gathers and scatters at the bandwidth of HBM (see `flops.kernel`).
+Collectives stand beside it, in bytes, and in seconds by the model of
+`topology`. What cannot be right is None, and `doubts` says why.
 """
 
 import collections
@@ -40,6 +42,8 @@ class Work:
   """Bytes of its arguments, by what they are."""
   beside: dict[str, int] = dataclasses.field(default_factory=dict)
   """Bytes that lie in HBM while it runs without being its arguments."""
+  experts: int = 0
+  """Of a layer; 0 where tokens are not routed."""
   cheap_branches: bool = False
   """Whether its conditionals are about what training does not ask for."""
   remedies: str
@@ -104,7 +108,7 @@ class Estimate:
   @property
   def flops(self) -> float:
     """Operations of one device, kernels included."""
-    kernels = ((flops.kernel(op), n) for op, n in self.program.kernels)
+    kernels = ((self._kernel(op), n) for op, n in self.program.kernels)
     return self.work.flops + sum(k.flops * n for k, n in kernels if k)
 
   @property
@@ -133,11 +137,17 @@ class Estimate:
     return self.work.tokens / (self.seconds + self.network_seconds)
 
   def kernel_seconds(self, op: hlo.Op) -> float:
-    """One call of a kernel at the peak that its heads allow."""
-    chip, kernel = self.topology.chip, flops.kernel(op)
+    """One call of a kernel: at the peak it may reach, or reading HBM."""
+    chip, kernel = self.topology.chip, self._kernel(op)
     if kernel is None:
       return 0.0
-    return kernel.flops / (chip.flops * min(1.0, kernel.size / chip.unit))
+    share = kernel.efficiency * min(1.0, (kernel.size or chip.unit) / chip.unit)
+    return max(
+      kernel.flops / (chip.flops * share), kernel.bytes / chip.bandwidth
+    )
+
+  def _kernel(self, op: hlo.Op) -> flops.Kernel | None:
+    return flops.kernel(op, self.work.experts)
 
   def _seconds(self) -> float:
     kernels = self.program.kernels
@@ -154,7 +164,7 @@ class Estimate:
       for name in self.program.unknown
     ]
     strange = {
-      op.name for op, _ in self.program.kernels if flops.kernel(op) is None
+      op.name for op, _ in self.program.kernels if self._kernel(op) is None
     }
     doubts += [f"kernel {name} has no model" for name in sorted(strange)]
     if (

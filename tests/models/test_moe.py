@@ -221,7 +221,7 @@ def whole_rows(tokens):
 
 def test_X08_a_decoder_on_a_2x2x2_mesh_computes_what_one_device_does():
   policy, params = make(MOE)
-  tokens = jnp.arange(14).reshape(2, 7)
+  tokens = jnp.arange(28).reshape(4, 7)
   spread = jax.device_put(params, policy.param_shardings(mesh()))
   experts = spread["layers"]["feed_forward"]["experts"]
   assert experts["gate"].addressable_shards[0].data.shape == (2, 4, 16, 12)

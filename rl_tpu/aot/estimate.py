@@ -108,7 +108,9 @@ class Estimate:
   @property
   def flops(self) -> float:
     """Operations of one device, kernels included."""
-    kernels = ((self._kernel(op), n) for op, n in self.program.kernels)
+    kernels = (
+      (flops.kernel(op, self.work.experts), n) for op, n in self.program.kernels
+    )
     return self.work.flops + sum(k.flops * n for k, n in kernels if k)
 
   @property
@@ -138,16 +140,13 @@ class Estimate:
 
   def kernel_seconds(self, op: hlo.Op) -> float:
     """One call of a kernel: at the peak it may reach, or reading HBM."""
-    chip, kernel = self.topology.chip, self._kernel(op)
+    chip, kernel = self.topology.chip, flops.kernel(op, self.work.experts)
     if kernel is None:
       return 0.0
     share = kernel.efficiency * min(1.0, (kernel.size or chip.unit) / chip.unit)
     return max(
       kernel.flops / (chip.flops * share), kernel.bytes / chip.bandwidth
     )
-
-  def _kernel(self, op: hlo.Op) -> flops.Kernel | None:
-    return flops.kernel(op, self.work.experts)
 
   def _seconds(self) -> float:
     kernels = self.program.kernels
@@ -164,7 +163,9 @@ class Estimate:
       for name in self.program.unknown
     ]
     strange = {
-      op.name for op, _ in self.program.kernels if self._kernel(op) is None
+      op.name
+      for op, _ in self.program.kernels
+      if flops.kernel(op, self.work.experts) is None
     }
     doubts += [f"kernel {name} has no model" for name in sorted(strange)]
     if (

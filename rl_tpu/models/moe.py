@@ -177,7 +177,7 @@ def _on_mesh(
     experts = gate, up, _gathered(down, "embed", 2)
     chosen = routing.experts
     if experts_travel:
-      experts = tuple(_gathered(weight, "expert", 0) for weight in experts)
+      experts = jax.tree.map(lambda w: _gathered(w, "expert", 0), experts)
       y = _grouped(tokens, chosen, gates, experts)
     else:
       tokens, chosen, gates = (
@@ -246,7 +246,7 @@ def _grouped(
   place = jnp.argsort(order)
   chosen = group[:, None] == jnp.arange(len(gate))
   sizes = jnp.sum(chosen, axis=0, dtype=jnp.int32)
-  rows = _spread(x, order, place, experts.shape[1])
+  rows: Any = _spread(x, order, place, experts.shape[1])
   # Nothing promises zeros past the last group, nor in the gradient there.
   grouped = (jnp.arange(group.size) < jnp.sum(sizes))[:, None]
   if some:
@@ -255,10 +255,11 @@ def _grouped(
   hidden *= matmul(rows, up, sizes)
   # Gates act on F numbers a pair rather than on the D that come out.
   hidden *= gates.reshape(-1).astype(x.dtype)[order][:, None]
-  out = matmul(hidden, down, sizes)
+  out: Any = matmul(hidden, down, sizes)
   if some:
     out = jnp.where(grouped, out, 0)
-  return _collected(out, order, place, experts.shape[1])
+  y: Any = _collected(out, order, place, experts.shape[1])
+  return y
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

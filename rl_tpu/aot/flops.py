@@ -84,7 +84,7 @@ def _inner(params: dict[str, Any]):
       yield value
 
 
-_KERNELS = {"splash_mha_fwd": 2, "splash_mha_dkv": 5}
+_KERNELS = {"splash_mha_fwd": 2, "splash_mha_dkv": 4, "splash_mha_dq": 3}
 """Products of [T, h] and [h, T] in a kernel, by its name."""
 _GROUPED = 0.91
 """Share of the peak that a grouped product reaches: of a v5p core's, in the
@@ -128,6 +128,9 @@ def kernel(op: hlo.Op, experts: int = 0) -> Kernel | None:
   if products is None or not queries:
     return None
   *heads, length, size = (int(n) for n in queries[1].split(","))
+  results = re.findall(r"\b(?:bf16|f32)\[([\d,]+)\]", op.shape)
+  if any(found.count(",") > len(heads) + 1 for found in results):
+    products += 1  # Partial gradients of q come from this kernel too.
   taken = _causal_share(op.rest)
   work = 2 * taken * products * math.prod(heads) * length**2 * size
   return Kernel(flops=work, size=size)

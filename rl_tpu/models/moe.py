@@ -246,18 +246,19 @@ def _grouped(
   place = jnp.argsort(order)
   chosen = group[:, None] == jnp.arange(len(gate))
   sizes = jnp.sum(chosen, axis=0, dtype=jnp.int32)
-  rows: Any = _spread(x, order, place, experts.shape[1])
-  # Nothing promises zeros past the last group, nor in the gradient there.
   grouped = (jnp.arange(group.size) < jnp.sum(sizes))[:, None]
-  if some:
-    rows = jnp.where(grouped, rows, 0)
-  hidden = jax.nn.silu(matmul(rows, gate, sizes))
-  hidden *= matmul(rows, up, sizes)
+
+  def times(rows, weights):
+    # Nothing promises zeros past the last group, nor in the gradient there.
+    rows = jnp.where(grouped, rows, 0) if some else rows
+    product: Any = matmul(rows, weights, sizes)
+    return jnp.where(grouped, product, 0) if some else product
+
+  rows = _spread(x, order, place, experts.shape[1])
+  hidden = jax.nn.silu(times(rows, gate)) * times(rows, up)
   # Gates act on F numbers a pair rather than on the D that come out.
   hidden *= gates.reshape(-1).astype(x.dtype)[order][:, None]
-  out: Any = matmul(hidden, down, sizes)
-  if some:
-    out = jnp.where(grouped, out, 0)
+  out = times(hidden, down)
   y: Any = _collected(out, order, place, experts.shape[1])
   return y
 

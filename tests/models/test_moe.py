@@ -147,8 +147,8 @@ def test_the_router_computes_in_float32_whatever_the_tokens_are():
 
 @pytest.mark.parametrize(
   ("shape", "tokens"),
-  [(SPREAD, 7), (sharding.MeshShape(data=2, expert=4), 20)],
-  ids=["2x2x2", "2x4"],
+  [(SPREAD, 7), (SPREAD, 203), (sharding.MeshShape(data=2, expert=4), 20)],
+  ids=["tokens travel", "experts travel", "2x4"],
 )
 def test_X08_a_mesh_computes_what_one_device_does(shape, tokens):
   def run(*a):
@@ -166,11 +166,19 @@ def test_X08_a_mesh_computes_what_one_device_does(shape, tokens):
   assert_close(got, expected)
 
 
-def test_each_device_multiplies_by_its_own_experts_and_hidden_units_only():
+@pytest.mark.parametrize(
+  ("tokens", "pairs", "experts"),
+  [(20, 5 * 2 * K, E // 2), (200, 50 * K, E)],
+  ids=["few tokens reach both of an axis", "experts reach many tokens"],
+)
+def test_each_device_multiplies_by_its_own_experts_or_for_its_own_tokens(
+  tokens, pairs, experts
+):
   def products(jaxpr, found):
     for equation in jaxpr.eqns:
       if equation.primitive.name == "ragged_dot_general":
-        found.append(equation.invars[1].aval.shape)
+        rows, weights, _ = equation.invars
+        found.append((rows.aval.shape[0], *weights.aval.shape))
       for inner in jax.extend.core.jaxprs_in_params(equation.params):
         products(inner, found)
     return found
@@ -179,9 +187,10 @@ def test_each_device_multiplies_by_its_own_experts_and_hidden_units_only():
     return moe.mixture(*a, per_token=K, normalize=True)[0]
 
   with jax.set_mesh(mesh()):
-    jaxpr = jax.make_jaxpr(run)(*drawn())
+    jaxpr = jax.make_jaxpr(run)(*drawn(tokens))
   shapes = products(jaxpr.jaxpr, [])
-  assert shapes == [(E // 2, D, F // 2)] * 2 + [(E // 2, F // 2, D)]
+  inward = (pairs, experts, D, F // 2)
+  assert shapes == [inward, inward, (pairs, experts, F // 2, D)]
 
 
 def test_the_tpu_kernel_gives_the_gradient_of_the_weights():
@@ -194,6 +203,19 @@ def test_the_tpu_kernel_gives_the_gradient_of_the_weights():
   got = moe.of_weights(rows, gradient, sizes, interpret=True)
   np.testing.assert_allclose(got, pull(gradient)[0], atol=1e-4)
   assert not np.any(got[1])
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_the_tpu_kernel_multiplies_each_row_by_its_expert(turned):
+  keys = jax.random.split(jax.random.key(0), 2)
+  weights = jax.random.normal(keys[0], (5, 128, 384))
+  rows = jax.random.normal(keys[1], (256, 384 if turned else 128))
+  sizes = jnp.array([7, 0, 130, 60, 1])
+  shaped = weights.swapaxes(1, 2) if turned else weights
+  expected = moe.matmul(rows, shaped, sizes)
+  got = moe.of_rows(rows, weights, sizes, turned=turned, interpret=True)
+  grouped = int(sizes.sum())
+  np.testing.assert_allclose(got[:grouped], expected[:grouped], atol=1e-4)
 
 
 def test_cached_decode_equals_the_full_forward():

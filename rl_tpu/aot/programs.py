@@ -5,14 +5,16 @@ Compiling costs minutes of processor time, so an answer is kept under the hash
 of what it depends on: the program's text, the options and the compiler.
 """
 
+import contextlib
 import dataclasses
 import gzip
 import hashlib
 import importlib.metadata
 import json
+import math
 import pathlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -147,7 +149,8 @@ def compile_cached(
 
 def _compile(lowered: jax.stages.Lowered) -> Compiled:
   try:
-    compiled = lowered.compile(compiler_options=OPTIONS)
+    with _not_cached_by_jax():
+      compiled = lowered.compile(compiler_options=OPTIONS)
   except jax.errors.JaxRuntimeError as error:
     if "RESOURCE_EXHAUSTED" not in str(error):
       raise
@@ -163,6 +166,21 @@ def _compile(lowered: jax.stages.Lowered) -> Compiled:
       "code": memory.generated_code_size_in_bytes,
     },
   )
+
+
+@contextlib.contextmanager
+def _not_cached_by_jax() -> Iterator[None]:
+  """JAX's own cache takes programs for described devices, but cannot read them.
+
+  One that takes less than the least time is not written.
+  """
+  name = "jax_persistent_cache_min_compile_time_secs"
+  before = getattr(jax.config, name)
+  jax.config.update(name, math.inf)
+  try:
+    yield
+  finally:
+    jax.config.update(name, before)
 
 
 def _first_sentence(message: str) -> str:

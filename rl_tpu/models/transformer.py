@@ -253,7 +253,9 @@ class Attention(nnx.Module):
     q = rotary(q, positions, self.config.rope_theta, self.config.rope_scaling)
     k = rotary(k, positions, self.config.rope_theta, self.config.rope_scaling)
     mixed, keys_values = attend(q, k, v)
-    return self._project("out", "...nh,nhd->...d", mixed), keys_values
+    # Names of summed axes ascend with their place in memory: einsum sums over
+    # them by name, and in another order each step would transpose the weight.
+    return self._project("out", "...gh,ghd->...d", mixed), keys_values
 
   def _project(self, name: str, equation: str, x: jax.Array) -> jax.Array:
     """Applies a weight, and its bias if it has one."""

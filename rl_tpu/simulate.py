@@ -28,7 +28,7 @@ from rl_tpu.envs import Step
 from rl_tpu.types import Group, Prompt, Request, Sampling, StopReason
 from rl_tpu.virtual import clock
 from rl_tpu.virtual.config import Draw, Service
-from rl_tpu.virtual.fleet import Fleet, VirtualGenerator
+from rl_tpu.virtual.fleet import KINDS, Fleet, VirtualGenerator
 
 _ENDLESS = 10**9
 """Batches that the actor works for: the simulation ends amid its work, so that
@@ -172,7 +172,7 @@ class Outcome:
   warm_up: int
   """How many of them do not count."""
   generator_seconds: dict[str, float]
-  """After the warm-up, over all generators, by kind."""
+  """After the warm-up, over all generators, by kind (`fleet.KINDS`)."""
   generators: int
   refused_groups: int
   """Too stale when they were to be consumed."""
@@ -191,11 +191,10 @@ class Outcome:
     tokens = sum(by_staleness.values())
     spent = self.generator_seconds
     whole = seconds * self.generators
-    busy = sum(spent[kind] for kind in _BUSY)
     return {
       "tokens_per_second": tokens / seconds,
       "learner_idle_share": sum(b.taken - b.asked for b in batches) / seconds,
-      "generator_idle_share": 1 - busy / whole,
+      "generator_idle_share": spent["idle"] / whole,
       "recompute_share": spent["recompute"] / whole,
       "slots_used_share": spent["slots"] / (spent["decode"] or 1.0),
       "staleness_mean": sum(s * n for s, n in by_staleness.items()) / tokens,
@@ -204,9 +203,6 @@ class Outcome:
       "refused_groups": self.refused_groups,
       "batch_seconds": seconds / len(batches),
     }
-
-
-_BUSY = ("decode", "prefill", "recompute", "swap")
 
 
 def simulate(config: parts.Config, service: Service) -> Outcome:
@@ -290,7 +286,7 @@ class _Pod:
         for generator in self._fleet.generators
       ]
       working.append(tasks.create_task(self._actor.run()))
-      batches, before = [], self._spent()
+      batches, before = [], {}
       for version in range(settings.batches):
         if version == settings.warm_up:
           before = self._spent()
@@ -301,9 +297,7 @@ class _Pod:
     return Outcome(
       batches=tuple(batches),
       warm_up=settings.warm_up,
-      generator_seconds={
-        kind: after[kind] - before[kind] for kind in (*_BUSY, "slots")
-      },
+      generator_seconds={kind: after[kind] - before[kind] for kind in after},
       generators=settings.generators,
       refused_groups=self._buffer.counts["groups_refused"],
     )
@@ -342,12 +336,10 @@ class _Pod:
       },
     )
 
-  def _spent(self) -> collections.Counter[str]:
+  def _spent(self) -> dict[str, float]:
     """Seconds of all generators so far, by kind."""
-    total: collections.Counter[str] = collections.Counter()
-    for generator in self._fleet.generators:
-      total.update(generator.seconds)
-    return total
+    spent = [generator.spent() for generator in self._fleet.generators]
+    return {kind: sum(one[kind] for one in spent) for kind in KINDS}
 
   def _simulated(self, tokens: int) -> int:
     return _simulated(tokens, self._config)

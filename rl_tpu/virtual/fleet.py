@@ -26,6 +26,10 @@ import numpy as np
 from rl_tpu.types import Completion, Request, StopReason
 from rl_tpu.virtual.config import Service
 
+KINDS = ("idle", "decode", "prefill", "recompute", "swap", "slots")
+"""What a generator's time goes to; `slots` is not a kind of its own but the
+time of decoding weighted by the share of slots in use."""
+
 _FUZZ = 1e-6
 """Of a step; what is closer to a step's end than this is at its end."""
 
@@ -87,9 +91,8 @@ class VirtualGenerator:
     self._versions = [0]
     self._pending: int | None = None
     self._change: asyncio.Future[None] | None = None
-    self.seconds: collections.Counter[str] = collections.Counter()
-    """Spent on decode, prefill, recompute and swap; and `slots`, the seconds of
-    decoding weighted by the share of slots in use."""
+    self._seconds: dict[str, float] = {kind: 0.0 for kind in KINDS}
+    self._kind, self._since = "idle", 0.0
 
   @property
   def load(self) -> int:
@@ -110,6 +113,11 @@ class VirtualGenerator:
     self._pending = version
     self._notify()
 
+  def spent(self) -> dict[str, float]:
+    """Seconds since time 0, by kind."""
+    self._turn_to(self._kind)
+    return dict(self._seconds)
+
   async def run(self) -> None:
     """Serves for ever."""
     while True:
@@ -121,6 +129,7 @@ class VirtualGenerator:
       elif self._running:
         await self._decode()
       else:
+        self._turn_to("idle")
         await self._changed(None)
 
   @property
@@ -163,17 +172,16 @@ class VirtualGenerator:
 
   async def _decode(self) -> None:
     """Steps until a sequence ends or something arrives."""
+    self._turn_to("decode")
     loop = asyncio.get_running_loop()
     running, began = len(self._running), loop.time()
     steps = self._running[0][0] - self._steps
     await self._changed(self._decode_seconds(steps))
     steps = min(steps, self._steps_by(loop.time() - began))
-    seconds = self._decode_seconds(steps)
-    rest = began + seconds - loop.time()
+    rest = began + self._decode_seconds(steps) - loop.time()
     if rest > 0:
       await asyncio.sleep(rest)
-    self.seconds["decode"] += seconds
-    self.seconds["slots"] += seconds * running / self._slots
+    self._turn_to("idle")
     self._steps += steps
     self._cached += steps * running
     while self._running and self._running[0][0] <= self._steps:
@@ -227,9 +235,18 @@ class VirtualGenerator:
       begin, place = end, place + 1
 
   async def _spend(self, kind: str, seconds: float) -> None:
-    self.seconds[kind] += seconds
+    self._turn_to(kind)
     if seconds:
       await asyncio.sleep(seconds)
+
+  def _turn_to(self, kind: str) -> None:
+    """Books the time up to now; what follows is of `kind`."""
+    now = asyncio.get_running_loop().time()
+    elapsed, self._since = now - self._since, now
+    self._seconds[self._kind] += elapsed
+    if self._kind == "decode":
+      self._seconds["slots"] += elapsed * len(self._running) / self._slots
+    self._kind = kind
 
   async def _changed(self, seconds: float | None) -> None:
     """Waits for a request that finds room, weights, or the time to pass."""

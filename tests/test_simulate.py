@@ -156,6 +156,27 @@ def test_a_trainer_slower_than_its_generators_never_waits_after_the_first(pod):
   assert [b.staleness for b in found.batches] == [{0: 5}, *[{1: 5}] * 5]
 
 
+def test_shares_are_those_after_the_warm_up(pod):
+  figures = outcome(pod(simulated={"warm_up": 2})).figures()
+  # A batch every 10 seconds, 5 of which the generator decodes for.
+  assert figures["batch_seconds"] == pytest.approx(10)
+  assert figures["learner_idle_share"] == pytest.approx(0)
+  assert figures["generator_idle_share"] == pytest.approx(0.5)
+  assert figures["slots_used_share"] == pytest.approx(1)
+
+
+def test_members_of_a_group_have_lengths_of_their_own(pod):
+  lengths = Distribution(kind="lognormal", mean=16, sigma=0.5, least=1)
+  found = outcome(
+    pod(schedule="sync", group_size=4, simulated={"lengths": lengths})
+  )
+  # One slot: a batch takes as many seconds as it has tokens.
+  assert any(batch.tokens % 4 for batch in found.batches)
+  assert [b.taken - b.asked for b in found.batches] == pytest.approx(
+    [b.tokens for b in found.batches]
+  )
+
+
 def test_a_step_costs_its_sequences_and_all_tokens_in_their_caches(pod):
   service = dataclasses.replace(
     SERVICE, decode_per_sequence=0.1, decode_per_cached_token=0.01

@@ -16,6 +16,7 @@ their ratio, and idle shares of both; and the ratio of async over sync.
 import argparse
 import asyncio
 import dataclasses
+import itertools
 import json
 import os
 import pathlib
@@ -33,6 +34,8 @@ from rl_tpu.virtual.config import Config, Distribution, Service
 
 KEPT = ("tokens_per_second", "learner_idle_share", "generator_idle_share")
 SEED = 0
+HOST_SECONDS = 0.05
+"""Between two dispatches, less is the host's time and more is idleness."""
 
 
 class Measured:
@@ -80,11 +83,17 @@ def read(config: parts.Config) -> dict[str, Any]:
   begin, end = rows[0]["seconds"], rows[-1]["seconds"]
   tokens = sum(row["action_tokens"] for row in rows[1:])
   spent: dict[str, list[float]] = {}
+  turns: list[tuple[float, float]] = []
   for line in metrics.read_jsonl(config.run_directory / "events.jsonl"):
     for part, kind, start, stop in line["intervals"]:
       if begin <= start and stop <= end:
         spent.setdefault(f"{part} {kind}", []).append(stop - start)
-  busy = sum(sum(s) for name, s in spent.items() if "generator" in name)
+      if part == "generator" and begin <= start and stop <= end:
+        turns.append((start, stop))
+  turns.sort()
+  gaps = [b[0] - a[1] for a, b in itertools.pairwise(turns)]
+  spent["host"] = [gap for gap in gaps if gap < HOST_SECONDS]
+  busy = sum(stop - start for start, stop in turns) + sum(spent["host"])
   return {
     "tokens_per_second": tokens / (end - begin),
     "learner_idle_share": sum(spent.get("learner wait", [])) / (end - begin),
@@ -99,8 +108,9 @@ def predict(
   """Simulates the run from the times and lengths that it had."""
   mean = found["mean"]
   service = Service(
-    decode_step=mean["generator generate"] / config.engine.steps_per_dispatch,
-    prefill_call=mean["generator prefill"],
+    decode_step=(mean["generator generate"] + mean["host"])
+    / config.engine.steps_per_dispatch,
+    prefill_call=mean["generator prefill"] + mean["host"],
     prefill_per_token=0.0,
     update_per_batch=mean["learner train"],
     update_per_token=0.0,

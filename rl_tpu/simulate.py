@@ -24,10 +24,10 @@ from rl_tpu import actor as actors
 from rl_tpu import metrics, parts, staleness
 from rl_tpu.buffer import Buffer
 from rl_tpu.config import ConfigError
-from rl_tpu.envs import Step
 from rl_tpu.types import Group, Prompt, Request, Sampling, StopReason
 from rl_tpu.virtual import clock
-from rl_tpu.virtual.config import Draw, Service
+from rl_tpu.virtual.config import Service
+from rl_tpu.virtual.environment import VirtualEnvironment
 from rl_tpu.virtual.fleet import KINDS, Fleet, VirtualGenerator
 
 _ENDLESS = 10**9
@@ -249,7 +249,7 @@ class _Pod:
       on_stale=config.on_stale,
     )
     context = config.engine.context_length // settings.grain
-    if self._simulated(settings.prompt_tokens) >= context:
+    if _simulated(settings.prompt_tokens, config) >= context:
       raise ValueError(
         f"prompt_tokens is {settings.prompt_tokens}; config.engine."
         f"context_length {config.engine.context_length} leaves no room for an "
@@ -258,7 +258,7 @@ class _Pod:
     self._actor = actors.Actor(
       actors.Config(
         sampling=Sampling(
-          max_tokens=self._simulated(config.sampling.max_tokens)
+          max_tokens=_simulated(config.sampling.max_tokens, config)
         ),
         group_size=config.group_size,
         total_groups=_ENDLESS * config.groups_per_batch,
@@ -341,14 +341,11 @@ class _Pod:
     spent = [generator.spent() for generator in self._fleet.generators]
     return {kind: sum(one[kind] for one in spent) for kind in KINDS}
 
-  def _simulated(self, tokens: int) -> int:
-    return _simulated(tokens, self._config)
-
   def _tokens(self, simulated: int) -> int:
     return simulated * self._config.simulate.grain
 
   def _prompt(self, index: int) -> Prompt:
-    length = self._simulated(self._config.simulate.prompt_tokens)
+    length = _simulated(self._config.simulate.prompt_tokens, self._config)
     return Prompt(index=index, tokens=np.zeros(length, np.int32))
 
   def _keep(self, group: Group) -> bool:
@@ -356,12 +353,12 @@ class _Pod:
     rng = np.random.default_rng((self._config.seed, group.prompt.index))
     return rng.random() >= self._config.simulate.rejected_share
 
-  def _environments(self) -> Callable[[Prompt], "_Environment"]:
+  def _environments(self) -> Callable[[Prompt], VirtualEnvironment]:
     settings = self._config.simulate
     latency = settings.latency.draw()
-    observation = self._simulated(settings.observation_tokens)
+    observation = _simulated(settings.observation_tokens, self._config)
     rng = np.random.default_rng((self._config.seed, 1))
-    return lambda prompt: _Environment(
+    return lambda prompt: VirtualEnvironment(
       prompt, self._config.max_turns, observation, latency, rng
     )
 
@@ -408,33 +405,6 @@ class _Buffer(Buffer):
   def close(self) -> None:
     super().close()
     self._moved.set()
-
-
-class _Environment:
-  """Answers after a while, and knows nothing."""
-
-  def __init__(
-    self,
-    prompt: Prompt,
-    turns: int,
-    observation: int,
-    latency: Draw,
-    rng: np.random.Generator,
-  ):
-    self._prompt, self._turns = prompt, turns
-    self._observation = np.zeros(observation, np.int32)
-    self._latency, self._rng = latency, rng
-
-  async def reset(self) -> np.ndarray:
-    return self._prompt.tokens
-
-  async def step(self, action: np.ndarray, stop_reason: StopReason) -> Step:
-    del action, stop_reason
-    if seconds := self._latency(self._rng):
-      await asyncio.sleep(seconds)
-    self._turns -= 1
-    observation = self._observation if self._turns else self._observation[:0]
-    return Step(observation=observation, reward=0.0, end=not self._turns)
 
 
 def _sweep(

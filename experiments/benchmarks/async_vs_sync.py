@@ -9,10 +9,10 @@ answer of the environment takes a log-uniform time between the two, so that a
 few are late. Pass: both predictions within 15%. Both devices share the
 machine's cores: see the load that is printed before believing a ratio.
 
-Found with `--batches 24 --imitation 0` (answers of random weights, nearly all as
-long as allowed) on two cores under a load of 9, one run each; predicted over
-measured: async 0.87 and sync 1.08, with latency async 0.97 and sync 1.06. Async
-over sync was 1.42, with latency 1.53.
+Found with `--batches 24 --imitation 0` (answers of random weights, nearly
+all as long as allowed) on two cores under a load of 9, one run each: predicted
+over measured is async 0.87 and sync 1.08, with latency async 0.97 and sync
+1.06. Async over sync was 1.42, with latency 1.53.
 
 The last line is JSON, by schedule: measured and predicted tokens a second,
 their ratio, and idle shares of both; and the ratio of async over sync.

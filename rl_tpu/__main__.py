@@ -24,6 +24,7 @@ commands:
   serve     the generator as a network service, with the newest checkpoint
   export    the newest checkpoint as a folder that transformers loads
   compile   what a run would take on TPUs, found on a CPU: memory, time, network
+  simulate  what a pod would do, on a virtual clock: throughput, staleness, idle
   report    draw a run's figure again: run.png in its directory
 
 FILE defines get_config(ARG); see experiments/quickstart.py. Any field can be
@@ -201,6 +202,12 @@ def _compile(config) -> dict[str, Any]:
   return report.run(config, print, note)
 
 
+def _simulate(config) -> dict[str, Any]:
+  from rl_tpu import simulate
+
+  return simulate.run(config, print)
+
+
 def _report(config) -> dict[str, Any]:
   from rl_tpu import report
 
@@ -215,6 +222,7 @@ COMMANDS: dict[str, Callable[[Any], dict[str, Any]]] = {
   "serve": _serve,
   "export": _export,
   "compile": _compile,
+  "simulate": _simulate,
   "report": _report,
 }
 

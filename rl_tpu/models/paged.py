@@ -18,6 +18,8 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu.paged_attention import (
   paged_attention_kernel as kernel,
 )
@@ -27,9 +29,11 @@ from rl_tpu import sharding
 
 _LANES = 128
 """Heads that the kernel takes are a multiple of this."""
-_PAGE = 2048
-"""Largest page, in entries. The kernel computes with a page at a time; with
-smaller ones it waits for itself more than for memory."""
+_PAGES = (128, 4096)
+"""Least and most entries of a page. The kernel fetches one while it computes
+with another, so that small ones wait for memory to answer."""
+_TILE = 16
+"""Rows of bfloat16 that lie together in memory."""
 
 
 def suits(size: int, dtype: jax.typing.DTypeLike) -> bool:
@@ -41,9 +45,17 @@ def suits(size: int, dtype: jax.typing.DTypeLike) -> bool:
   return sharding.on_tpu() and size % _LANES == 0 and narrow
 
 
+def page_size(capacity: int) -> int:
+  """A power of two; the longest slots have at least two pages."""
+  least, most = _PAGES
+  half = 1 << (capacity // 2).bit_length() - 1
+  return min(max(half, least), most)
+
+
 def entries(context: int) -> int:
   """Entries of a slot that has room for this context, in whole pages."""
-  return -(-context // _LANES) * _LANES
+  page = page_size(context)
+  return -(-context // page) * page
 
 
 def attend(
@@ -86,23 +98,89 @@ def _on_device(q, k, v, keys, values, layer, positions):
   _, slots, kv_heads, capacity, size = keys.shape
   row = layer * slots * kv_heads + jnp.arange(slots * kv_heads)
   position = jnp.repeat(positions, kv_heads)
-
-  def write(cache, new):
-    flat = cache.reshape(-1, size).at[row * capacity + position]
-    return flat.set(new.reshape(-1, size).astype(cache.dtype))
-
-  keys, values = write(keys, k), write(values, v)
-  page = math.gcd(capacity, _PAGE)
-  pages = capacity // page
+  keys, values = _written(keys, values, k, v, row * capacity + position)
+  pages = capacity // page_size(capacity)
+  paged = (1, -1, page_size(capacity), size)
   # To the kernel every head of a slot is a sequence of one head.
   mixed = kernel.paged_attention(
     q.astype(jnp.float32).reshape(slots * kv_heads, -1, size) / math.sqrt(size),
-    keys.reshape(1, -1, page, size),
-    values.reshape(1, -1, page, size),
+    keys.reshape(paged),
+    values.reshape(paged),
     position + 1,
     row[:, None] * pages + jnp.arange(pages),
     pages_per_compute_block=1,
+    megacore_mode="batch"
+    if _cores() == 2 and slots * kv_heads % 2 == 0
+    else None,
   )
-  shape = (-1, slots, kv_heads, capacity, size)
-  mixed = mixed.reshape(q.shape).astype(q.dtype)
-  return mixed, (keys.reshape(shape), values.reshape(shape))
+  return mixed.reshape(q.shape).astype(q.dtype), (keys, values)
+
+
+def _cores() -> int:
+  """Of one device."""
+  device = jax.sharding.get_abstract_mesh().abstract_device
+  return device.num_cores if device is not None and device.num_cores else 1
+
+
+def _written(keys, values, k, v, rows):
+  """The cache with rows of it, one a slot and head, replaced in place.
+
+  A scatter would do it row by row. Memory moves in whole tiles, and no two of
+  these rows lie in one.
+  """
+  size, count = keys.shape[-1], rows.shape[0]
+  flat = jax.ShapeDtypeStruct((keys.size // size, size), keys.dtype)
+  anywhere = pl.BlockSpec(memory_space=pl.ANY)
+  new = pl.BlockSpec(memory_space=pltpu.VMEM)
+  written = pl.pallas_call(
+    _write,
+    grid_spec=pltpu.PrefetchScalarGridSpec(
+      num_scalar_prefetch=1,
+      grid=(1,),
+      in_specs=(new, anywhere, anywhere),
+      out_specs=(anywhere, anywhere),
+      scratch_shapes=(
+        pltpu.VMEM((2, count, _TILE, size), keys.dtype),
+        pltpu.SemaphoreType.DMA,
+      ),
+    ),
+    out_shape=(flat, flat),
+    input_output_aliases={2: 0, 3: 1},
+    name="write_entries",
+  )(
+    rows,
+    jnp.stack([k, v]).astype(jnp.float32).reshape(2, count, 1, size),
+    keys.reshape(flat.shape),
+    values.reshape(flat.shape),
+  )
+  return (x.reshape(keys.shape) for x in written)
+
+
+def _write(rows, new, _keys, _values, keys, values, tiles, done):
+  """Reads the tiles of all rows, replaces a row of each, writes them back."""
+  count = tiles.shape[1]
+
+  def copy(which, cache, i, back):
+    first = pl.multiple_of(rows[i] // _TILE * _TILE, _TILE)
+    there, here = cache.at[pl.ds(first, _TILE)], tiles.at[which, i]
+    ends = (here, there) if back else (there, here)
+    return pltpu.make_async_copy(*ends, done)
+
+  def for_all(act):
+    def turn(i, _):
+      act(0, keys, i)
+      act(1, values, i)
+
+    jax.lax.fori_loop(0, count, turn, None)
+
+  def replace(which, _, i):
+    tile = tiles[which, i].astype(jnp.float32)
+    row = jax.lax.broadcasted_iota(jnp.int32, tile.shape, 0)
+    tile = jnp.where(row == rows[i] % _TILE, new[which, i], tile)
+    tiles[which, i] = tile.astype(tiles.dtype)
+
+  for_all(lambda *which: copy(*which, back=False).start())
+  for_all(lambda *which: copy(*which, back=False).wait())
+  for_all(replace)
+  for_all(lambda *which: copy(*which, back=True).start())
+  for_all(lambda *which: copy(*which, back=True).wait())

@@ -21,7 +21,7 @@ POLICY = transformer.Policy(
     compute_dtype="bfloat16",
   )
 )
-SLOTS, STEPS, STOP_IDS = 3, 6, 1
+SLOTS, STEPS, STOP_IDS = 3, 3, 1
 
 
 def admission(slot, length, budget, **shared):
@@ -52,7 +52,7 @@ def play():
   params = jax.jit(POLICY.init)(jax.random.key(0))
   run = jax.jit(lambda state: decoding.decode(POLICY, params, state, STEPS, 0))
   state = decoding.empty_state(POLICY, SLOTS, 140, STOP_IDS)
-  first = packed(admission(0, 124, 16), admission(1, 9, 2), bucket=124)
+  first = packed(admission(0, 126, 9), admission(1, 9, 2), bucket=126)
   tokens = decoding.padded_tokens(first, STOP_IDS)
   state = decoding.insert(state, POLICY.prefill(params, tokens), first)
   state, one = run(state)
@@ -77,5 +77,6 @@ def test_a_paged_cache_samples_what_a_plain_one_does(monkeypatch):
     got, paged_rows = play()
   for (tokens, logp), (plain, plain_logp) in zip(got, expected, strict=True):
     np.testing.assert_array_equal(tokens, plain)
-    np.testing.assert_allclose(logp, plain_logp, atol=0.03)
+    # Each is as far from what float32 computes.
+    np.testing.assert_allclose(logp, plain_logp, atol=0.06)
   np.testing.assert_array_equal(paged_rows, rows)

@@ -549,7 +549,8 @@ class Policy:
 
       def attend(q, k, v):
         k, v = (quantization.snap_cache(x, self.kv_grid) for x in (k, v))
-        return paged.attend(q, k, v, *held, index, positions)
+        keys, values = held
+        return paged.attend(q, k, v, keys, values, index, positions)
 
       block = _with_params(Block, self.config, weights)
       x, (held, _) = block(x, positions, attend)

@@ -18,8 +18,7 @@ from rl_tpu.topology import Chip
 SHARE = 0.8
 """Of HBM's bandwidth that a stream of pages reaches; assumed."""
 WAIT = 0.35e-6
-"""Seconds of a turn of a kernel's loop beside its work; the overhead of a grid
-step in JAX's documentation of Pallas."""
+"""Seconds until memory answers, once for each page and core; assumed."""
 ROW = 100
 """Cycles to fetch, replace and return one entry's keys or values; assumed."""
 

@@ -37,6 +37,8 @@ class Chip:
   """Cycles a second."""
   unit: int
   """Rows and columns of a matrix unit."""
+  cores: int
+  """That share its memory and run one program."""
   link: float
   """Bytes a second over one link, one way."""
   dimensions: int
@@ -57,6 +59,7 @@ CHIPS = {
     bandwidth=819e9,
     clock=1.5e9,
     unit=128,
+    cores=1,
     link=50e9,
     dimensions=2,
     dcn=3.125e9,
@@ -67,6 +70,7 @@ CHIPS = {
     bandwidth=2765e9,
     clock=1.75e9,
     unit=128,
+    cores=2,
     link=100e9,
     dimensions=3,
     dcn=6.25e9,
@@ -77,6 +81,7 @@ CHIPS = {
     bandwidth=1640e9,
     clock=1.75e9,
     unit=256,
+    cores=1,
     link=100e9,
     dimensions=2,
     dcn=12.5e9,

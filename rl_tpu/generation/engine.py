@@ -166,7 +166,7 @@ def _programs(
     given = dataclasses.replace(policy, stacks=1).param_shardings(mesh)
 
   def serve(params, noise):
-    return policy.split(
+    return policy.served(
       quantization.snap_weights(params, config.mismatch, noise)
     )
 

@@ -28,6 +28,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 from jaxtyping import Array, Bool, Float, Int
 
 from rl_tpu import sharding
+from rl_tpu.models import paged
 
 _LANES = 128
 """Rows and heads that splash takes are multiples of this."""
@@ -135,20 +136,28 @@ def extended(
 
 def as_cache(
   keys: Float[Array, "*L S C K h"], values: Float[Array, "*L S C K h"]
-) -> tuple[Float[Array, "*L S K h C"], Float[Array, "*L S K C h"]]:
+) -> tuple[Float[Array, "*L S K _ _"], Float[Array, "*L S K C h"]]:
   """Keys and values as they lie in a decode cache.
 
-  Each head's then is one matrix, in the order in which its product with one
-  token reads it: several times faster than strided on CPUs.
+  Each head's then is one matrix: keys [h, C], in the order in which their
+  product with one token reads them, several times faster than strided on CPUs.
+  In a paged cache they are [C, h] like values.
   """
-  return jnp.moveaxis(keys, -3, -1), jnp.moveaxis(values, -3, -2)
+  values = jnp.moveaxis(values, -3, -2)
+  if paged.suits(keys.shape[-1], keys.dtype):
+    return jnp.moveaxis(keys, -3, -2), values
+  return jnp.moveaxis(keys, -3, -1), values
 
 
 def from_cache(
-  keys: Float[Array, "*L S K h C"], values: Float[Array, "*L S K C h"]
+  keys: Float[Array, "*L S K _ _"], values: Float[Array, "*L S K C h"]
 ) -> tuple[Float[Array, "*L S C K h"], Float[Array, "*L S C K h"]]:
   """The inverse of `as_cache`."""
-  return jnp.moveaxis(keys, -1, -3), jnp.moveaxis(values, -2, -3)
+  if paged.suits(values.shape[-1], values.dtype):
+    keys = jnp.moveaxis(keys, -2, -3)
+  else:
+    keys = jnp.moveaxis(keys, -1, -3)
+  return keys, jnp.moveaxis(values, -2, -3)
 
 
 def one_token(

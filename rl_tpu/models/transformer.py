@@ -28,7 +28,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from rl_tpu import sharding
-from rl_tpu.models import attention, moe, quantization
+from rl_tpu.models import attention, moe, paged, quantization
 from rl_tpu.models.rotary import Scaling, rotary
 
 Params = dict[str, Any]
@@ -77,7 +77,8 @@ class Config:
   tied: bool = True
   """The head is the transposed embedding."""
   compute_dtype: str = "float32"
-  """Of activations: float32 or bfloat16. Weights and logits are float32."""
+  """Of activations: float32 or bfloat16. The learner's weights, and logits, are
+  float32; a generator holds weights as they are computed with."""
   remat: Literal["none", "dots", "full"] = "none"
   """What the backward pass of a layer computes again: nothing, all but products
   with weights and attention's kernel, or all; each holds less memory than the
@@ -383,6 +384,19 @@ class Policy:
     ]
     return {**params, "layers": parts}
 
+  def served(self, params: Params) -> Params:
+    """The weights as a generator holds them, given the learner's.
+
+    In this policy's stacks, and rounded now to what each product would round
+    them to; norms and routers compute in float32.
+    """
+
+    def narrow(path, weight):
+      wide = path[-1].key in ("scale", "router")
+      return weight if wide else weight.astype(self.config.compute_dtype)
+
+    return self.split(jax.tree_util.tree_map_with_path(narrow, params))
+
   def abstract_params(self) -> Params:
     """Shapes and dtypes of the weights."""
     whole = nnx.to_pure_dict(_abstract(Transformer, self.config)[1])
@@ -515,6 +529,41 @@ class Policy:
     x = self._embed(params, tokens, "slots")
     x, new, _ = self._layers(params, x, positions, attend, by_stack)
     return self.logits(params, self._final_norm(params, x)), new
+
+  def decode_paged(
+    self,
+    params: Params,
+    tokens: Int[Array, " S"],
+    positions: Int[Array, " S"],
+    cache: Stacks,
+  ) -> tuple[Float[Array, "S V"], Stacks]:
+    """`decode` with a cache for `paged.attend`, which is written in place.
+
+    Keys and values are both [l, S, K, C, h]; entries before a slot's position
+    count. Cost is linear in them.
+    """
+    layers = params["layers"]
+    stacks = layers if isinstance(layers, list) else [layers]
+
+    def body(carry, layer):
+      x, held = carry
+      weights, index = layer
+
+      def attend(q, k, v):
+        k, v = (quantization.snap_cache(x, self.kv_grid) for x in (k, v))
+        keys, values = held
+        return paged.attend(q, k, v, keys, values, index, positions)
+
+      block = _with_params(Block, self.config, weights)
+      x, (held, _) = block(x, positions, attend)
+      return (x, held), None
+
+    x, written = self._embed(params, tokens, "slots"), []
+    for stack, held in zip(stacks, cache, strict=True):
+      numbers = jnp.arange(held[0].shape[0])
+      (x, held), _ = jax.lax.scan(body, (x, held), (stack, numbers))
+      written.append(held)
+    return self.logits(params, self._final_norm(params, x)), written
 
   def _embed(self, params, tokens, axis):
     x = params["embedding"][tokens].astype(self.config.compute_dtype)

@@ -52,7 +52,7 @@ class Bigram:
   def param_shardings(self, mesh):
     return {"table": sharding.named(mesh)}
 
-  def split(self, params):
+  def served(self, params):
     return params
 
   def prefill(self, params, tokens):

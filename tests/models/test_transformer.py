@@ -103,6 +103,25 @@ def test_cached_decode_equals_the_full_forward(kv_heads, stacks):
     np.testing.assert_allclose(own_keys, whole_keys, atol=1e-5)
 
 
+@pytest.mark.parametrize("experts", [0, 4])
+def test_a_generator_holds_weights_as_its_products_round_them(experts):
+  config = dataclasses.replace(
+    SMALL,
+    compute_dtype="bfloat16",
+    num_experts=experts,
+    experts_per_token=experts // 2,
+  )
+  policy, params = make(config)
+  held = policy.served(params)
+  for path, weight in jax.tree_util.tree_leaves_with_path(held):
+    wide = path[-1].key in ("scale", "router")
+    assert weight.dtype == (jnp.float32 if wide else jnp.bfloat16)
+  tokens = jnp.array([[5, 6, 7, 8]])
+  got = logits(policy, held, tokens, *row(4))
+  expected = logits(policy, params, tokens, *row(4))
+  np.testing.assert_array_equal(got, expected)
+
+
 def test_stacks_must_divide_the_layers():
   with pytest.raises(ValueError, match="stacks is 3; it must divide .* 2"):
     transformer.Policy(SMALL, stacks=3)

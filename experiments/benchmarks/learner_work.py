@@ -17,47 +17,24 @@ process, seconds, peak memory in MB.
 import contextlib
 import dataclasses
 import json
-import os
 import pathlib
-import resource
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
-
-# What is printed on the way must not come between the answers.
-ANSWERS = os.fdopen(os.dup(1), "w", buffering=1)
 
 import jax
 import numpy as np
 
+from experiments.benchmarks.peers import answers
 from rl_tpu import algorithms, envs, evaluate, packing, parts, sft, sharding
 from rl_tpu import learner as learners
 from rl_tpu.config import Choice
 from rl_tpu.generation import engine
 from rl_tpu.models import transformer
-from rl_tpu.types import Sampling, Trajectory
+from rl_tpu.types import Batch, Sampling, Trajectory
 from rl_tpu.view import View
 
 MODEL_FIELDS = tuple(f.name for f in dataclasses.fields(transformer.Config))
-ROUND = 32
-"""Weights of a step benchmark's run are never saved before so many batches."""
-
-
-def answer(tokens: int, began: tuple[float, float]) -> None:
-  """Tells what was done since `began`, seconds and processor seconds."""
-  figures = {
-    "tokens": tokens,
-    "cpu_seconds": time.process_time() - began[1],
-    "seconds": time.perf_counter() - began[0],
-    "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-  }
-  print(json.dumps(figures), file=ANSWERS)
-
-
-def now() -> tuple[float, float]:
-  """Seconds and processor seconds."""
-  return time.perf_counter(), time.process_time()
 
 
 def make_model(sizes: dict) -> transformer.Config:
@@ -91,6 +68,24 @@ def trajectories(
   return made
 
 
+def lay_out(sizes: dict, batch: list[Trajectory], rows_multiple: int) -> Batch:
+  """Packs them, or gives each a row of its own."""
+  how: dict = {"row_length": sizes["row_length"], "version": 0}
+  packed = packing.pack(batch, rows_multiple=rows_multiple, **how)
+  if sizes["layout"] == "packed":
+    return packed
+  alone = [packing.pack([trajectory], **how) for trajectory in batch]
+  rows: dict = {
+    field.name: np.concatenate([getattr(one, field.name) for one in alone])
+    for field in dataclasses.fields(Batch)
+    if np.ndim(getattr(packed, field.name)) == 2
+  }
+  own = np.arange(len(batch))[:, None]
+  ids = rows["trajectory_ids"]
+  rows["trajectory_ids"] = np.where(ids >= 0, own, -1).astype(np.int32)
+  return dataclasses.replace(packed, **rows)
+
+
 def update(sizes: dict) -> None:
   """Answers each batch of lengths after one optimizer step on it."""
   policy = transformer.Policy(make_model(sizes))
@@ -107,16 +102,10 @@ def update(sizes: dict) -> None:
   for line in sys.stdin:
     lengths = json.loads(line)
     batch = trajectories(sizes, lengths, rng)
-    began = now()
-    packed = packing.pack(
-      batch,
-      row_length=sizes["row_length"],
-      version=0,
-      rows_multiple=config.rows_multiple,
-    )
-    state, _ = learner.train(state, packed)
+    began = answers.now()
+    state, _ = learner.train(state, lay_out(sizes, batch, config.rows_multiple))
     jax.block_until_ready(state)
-    answer(sum(len(t) for t in batch), began)
+    answers.cost(sum(len(t) for t in batch), began)
 
 
 class Turns(View):
@@ -142,18 +131,19 @@ class Turns(View):
   ) -> None:
     """Answers, and waits for the next line."""
     del batch, metrics, seconds_left
-    answer(self._tokens, self._began)
+    answers.cost(self._tokens, self._began)
     self._wait()
 
   def _wait(self) -> None:
     if not sys.stdin.readline():
-      raise EOFError
-    self._began = now()
+      raise EOFError  # Ends the run.
+    self._began = answers.now()
 
 
 def get_config(sizes: dict, directory: pathlib.Path) -> parts.Config:
   """A synchronous run of GRPO on prompts of one length."""
-  text = "{word}=".rjust(sizes["prompt"] - 5 + len("{word}") - 1 + 1)
+  # A first token, then spaces, four letters and a sign.
+  text = " " * (sizes["prompt"] - 6) + "{word}="
   task = envs.get("reasoning_gym").Config(
     generator="spell_backward",
     generator_config={"min_word_len": 4, "max_word_len": 4},
@@ -214,8 +204,8 @@ def main() -> None:
   cache.mkdir(parents=True, exist_ok=True)
   jax.config.update("jax_compilation_cache_dir", str(cache))
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-  said = {"version": f"rl_tpu, jax {jax.__version__}"}
-  print(json.dumps(said), file=ANSWERS)
+  said = f"rl_tpu, jax {jax.__version__}"
+  answers.begin(said)
   {"update": update, "step": step}[sizes["work"]](sizes)
 
 

@@ -18,40 +18,19 @@ process, seconds, peak memory in MB. No gradient checkpointing: it is slower.
 import importlib.metadata
 import json
 import os
-import resource
 import sys
 import tempfile
-import time
 
 os.environ.update(OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="0")
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
 
-# What the libraries print must not come between the answers.
-ANSWERS = os.fdopen(os.dup(1), "w", buffering=1)
-os.dup2(2, 1)
-
+import answers
 import datasets
 import tokenizers
 import torch
 import transformers
 import trl
 from hf_generate import make_model
-
-
-def answer(tokens: int, began: tuple[float, float]) -> None:
-  """Tells what was done since `began`, seconds and processor seconds."""
-  figures = {
-    "tokens": tokens,
-    "cpu_seconds": time.process_time() - began[1],
-    "seconds": time.perf_counter() - began[0],
-    "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-  }
-  print(json.dumps(figures), file=ANSWERS)
-
-
-def now() -> tuple[float, float]:
-  """Seconds and processor seconds."""
-  return time.perf_counter(), time.process_time()
 
 
 def make_tokenizer(vocab_size: int) -> transformers.PreTrainedTokenizerFast:
@@ -84,15 +63,15 @@ class Turns(transformers.TrainerCallback):
     """Times the first step from the start of training."""
     if self._began is None:
       sys.stdin.readline()
-      self._began = now()
+      self._began = answers.now()
 
   def on_step_end(self, args, state, control, **_):
     """Answers, and waits for the next line."""
     assert self._began
-    answer(self._tokens, self._began)
+    answers.cost(self._tokens, self._began)
     if not sys.stdin.readline():
       control.should_training_stop = True
-    self._began = now()
+    self._began = answers.now()
 
 
 def make_trainer(sizes: dict, folder: str, *turns) -> trl.GRPOTrainer:
@@ -136,13 +115,13 @@ def update(trainer: trl.GRPOTrainer, sizes: dict) -> None:
   for line in sys.stdin:
     lengths = torch.tensor(json.loads(line))
     rows, longest = len(lengths), int(lengths.max())
-    began = now()
-    draw = lambda n: torch.randint(1, sizes["vocab_size"], (rows, n))  # noqa: E731
-    prompts = draw(sizes["prompt"])
+    began = answers.now()
+    most = sizes["vocab_size"]
+    prompts = torch.randint(1, most, (rows, sizes["prompt"]))
     inputs = {
       "prompt_ids": prompts,
       "prompt_mask": torch.ones_like(prompts),
-      "completion_ids": draw(longest),
+      "completion_ids": torch.randint(1, most, (rows, longest)),
       "completion_mask": (torch.arange(longest) < lengths[:, None]).long(),
       "advantages": torch.randn(rows),
       "num_items_in_batch": lengths.sum(),
@@ -152,7 +131,7 @@ def update(trainer: trl.GRPOTrainer, sizes: dict) -> None:
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
-    answer(int(lengths.sum()) + rows * sizes["prompt"], began)
+    answers.cost(int(lengths.sum()) + rows * sizes["prompt"], began)
 
 
 def main() -> None:
@@ -168,7 +147,7 @@ def main() -> None:
     stepping = sizes["work"] == "step"
     turns = [Turns(tokens)] if stepping else []
     trainer = make_trainer(sizes, folder, *turns)
-    print(json.dumps({"version": said}), file=ANSWERS)
+    answers.begin(said)
     if stepping:
       trainer.train()
     else:

@@ -15,19 +15,12 @@ Each line of standard output answers one: tokens that count, CPU seconds of the
 process, seconds, peak memory in MB.
 """
 
-import dataclasses
 import importlib.metadata
 import json
-import os
-import resource
 import sys
-import time
 from collections.abc import Iterator
 
-# What the libraries print must not come between the answers.
-ANSWERS = os.fdopen(os.dup(1), "w", buffering=1)
-os.dup2(2, 1)
-
+import answers
 import jax
 import numpy as np
 import optax
@@ -37,22 +30,6 @@ from tunix.rl import common, function_registry, rl_cluster
 from tunix.rl.grpo import grpo_learner
 from tunix.rl.rollout import base_rollout
 from tunix_sampler import Tokens, make_model
-
-
-def answer(tokens: int, began: tuple[float, float]) -> None:
-  """Tells what was done since `began`, seconds and processor seconds."""
-  figures = {
-    "tokens": tokens,
-    "cpu_seconds": time.process_time() - began[1],
-    "seconds": time.perf_counter() - began[0],
-    "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-  }
-  print(json.dumps(figures), file=ANSWERS)
-
-
-def now() -> tuple[float, float]:
-  """Seconds and processor seconds."""
-  return time.perf_counter(), time.process_time()
 
 
 def make_optimizer() -> optax.GradientTransformation:
@@ -87,14 +64,15 @@ def update(model: nnx.Module, sizes: dict) -> None:
     lengths = np.array(json.loads(line))
     rows = len(lengths)
     most = min(m for m in sizes["limits"] if m >= lengths.max())
-    began = now()
+    began = answers.now()
     counted = np.arange(most) < lengths[:, None]
-    draw = lambda n: rng.integers(1, sizes["vocab_size"], (rows, n), np.int32)  # noqa: E731, B023
-    prompts = draw(sizes["prompt"])
+    shape = (rows, sizes["prompt"] + most)
+    tokens = rng.integers(1, sizes["vocab_size"], shape, np.int32)
+    prompts, completions = np.split(tokens, [sizes["prompt"]], axis=1)
     example = common.TrainExample(
       prompt_ids=prompts,
       prompt_mask=np.ones_like(prompts, bool),
-      completion_ids=np.where(counted, draw(most), 0),
+      completion_ids=np.where(counted, completions, 0),
       completion_mask=counted,
       advantages=rng.standard_normal(rows).astype(np.float32),
       ref_per_token_logps=None,
@@ -102,7 +80,7 @@ def update(model: nnx.Module, sizes: dict) -> None:
     )
     jax.block_until_ready(step(model, optimizer, example))
     jax.block_until_ready(nnx.state(model))
-    answer(int(lengths.sum()) + rows * sizes["prompt"], began)
+    answers.cost(int(lengths.sum()) + rows * sizes["prompt"], began)
 
 
 class Words(Tokens):
@@ -136,12 +114,12 @@ def batches(sizes: dict) -> Iterator[dict]:
   rng = np.random.default_rng(0)
   tokens = sizes["rows"] * (sizes["prompt"] + sizes["new"])
   while sys.stdin.readline():
-    began = now()
+    began = answers.now()
     shape = (sizes["rows"] // sizes["group"], sizes["prompt"])
     rows = rng.integers(1, sizes["vocab_size"] - 1, shape)
     texts = [" ".join(str(i) for i in row) for row in rows]
     yield {"prompts": np.array(texts)}
-    answer(tokens, began)
+    answers.cost(tokens, began)
 
 
 def step(model: nnx.Module, sizes: dict) -> None:
@@ -183,8 +161,8 @@ def main() -> None:
   sizes = json.loads(sys.argv[1])
   model = make_model(sizes)
   version = importlib.metadata.version("google-tunix")
-  said = {"version": f"tunix {version}, jax {jax.__version__}"}
-  print(json.dumps(said), file=ANSWERS)
+  said = f"tunix {version}, jax {jax.__version__}"
+  answers.begin(said)
   {"update": update, "step": step}[sizes["work"]](model, sizes)
 
 

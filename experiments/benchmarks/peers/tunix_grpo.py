@@ -54,10 +54,11 @@ def update(model: nnx.Module, sizes: dict) -> None:
     def loss(model):
       return grpo(model, example, algo_config=config, pad_id=0, eos_id=-1)
 
-    (value, _), grads = nnx.value_and_grad(loss, has_aux=True)(model)
+    # All that the loss reports is returned, or it would not be computed.
+    reported, grads = nnx.value_and_grad(loss, has_aux=True)(model)
     norm = optax.global_norm(grads)
     optimizer.update(model, grads)
-    return value, norm
+    return reported, norm
 
   rng = np.random.default_rng(0)
   for line in sys.stdin:

@@ -140,7 +140,7 @@ class Turns(View):
     self._began = answers.now()
 
 
-def get_config(sizes: dict, directory: pathlib.Path) -> parts.Config:
+def make_run(sizes: dict, directory: pathlib.Path) -> parts.Config:
   """A synchronous run of GRPO on prompts of one length."""
   # A first token, then spaces, four letters and a sign.
   text = " " * (sizes["prompt"] - 6) + "{word}="
@@ -192,7 +192,7 @@ def step(sizes: dict) -> None:
     tempfile.TemporaryDirectory() as folder,
     contextlib.suppress(EOFError),
   ):
-    config = get_config(sizes, pathlib.Path(folder))
+    config = make_run(sizes, pathlib.Path(folder))
     tokens = sizes["rows"] * (sizes["prompt"] + sizes["new"])
     train.run(config, Turns(tokens))
 

@@ -487,7 +487,7 @@ class Fleet:
 
 
 def _dead(cause: BaseException) -> RuntimeError:
-  error = RuntimeError(f"no generator can be asked any more: {cause}")
+  error = RuntimeError(f"no generator can be asked any more: {cause!r}")
   error.__cause__ = cause
   return error
 

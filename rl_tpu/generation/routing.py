@@ -115,7 +115,7 @@ class Member:
   requests: int = 0
   """Sent to it and not ended."""
   full: bool = False
-  """It refused a request, and nothing has changed since."""
+  """It refused a request; no answer has ended and no check passed since."""
   missed: int = 0
   """Checks failed in a row."""
   broken: int = 0
@@ -296,13 +296,16 @@ class Router:
     """A generator for a request, which counts as sent; None: it must wait.
 
     The one that has the conversation, else the one that has its group, unless
-    it is clearly more loaded than the one with the least requests per slot.
+    it is clearly more loaded than the one with the least requests per slot, or
+    has no slot left while that one has.
     """
     able = [m for m in self.members.values() if self._has_room(m)]
     if not able:
       return None
     chosen = min(able, key=lambda member: member.load)
     most = chosen.load + self._limits.affinity_slack
+    if chosen.load < 1:
+      most = min(most, math.nextafter(1, 0))
     conversation, group = (prompt_index, member_index), prompt_index
     for key in (conversation, group):
       home = self._homes.get(key)
@@ -321,11 +324,11 @@ class Router:
     """A request that was sent ended, in whatever way, or was withdrawn."""
     assert member.requests > 0, f"{member.address} has no requests"
     member.requests -= 1
-    member.full = False
 
   def answered(self, member: Member) -> None:
     """A request was answered to its end."""
     member.broken = member.pauses = 0
+    member.full = False
 
   def broke(self, member: Member, error: str) -> None:
     """A request failed that the generator should have answered."""

@@ -18,14 +18,13 @@ import dataclasses
 import logging
 import pathlib
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
-
-import numpy as np
 
 from rl_tpu.generation import roster, routing, server, wire
 from rl_tpu.generation.client import GenerationClient
 from rl_tpu.generation.roster import Config
+from rl_tpu.generation.timeline import FleetCounters
 from rl_tpu.generation.wire import OverloadedError
 from rl_tpu.types import Chunk, Completion, Request
 
@@ -35,31 +34,6 @@ Offer = Callable[[GenerationClient], Awaitable[None]]
 _FAULTS = (OSError, RuntimeError, ValueError)
 """What a generator that is not there, or not well, raises."""
 _log = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(kw_only=True)
-class Counters:
-  """Sums since the fleet was made."""
-
-  tokens: int = 0
-  """Tokens that arrived."""
-  completions: int = 0
-  """Requests answered to their end."""
-  retries: int = 0
-  """Times that a request was sent again, because its generator failed or had
-  too many."""
-  moved: int = 0
-  """Of these, those that went on from tokens that they had."""
-  restarts: int = 0
-  """Of these, those that began anew: no prefill bucket held their tokens."""
-  openings: int = 0
-  """Times that a circuit opened."""
-  publishes: int = 0
-  """Weights taken, over all generators."""
-  failed_publishes: int = 0
-  """Weights not taken, over all generators; each is tried again."""
-  publish_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
-  """How long each generator took for the last weights that it took."""
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -120,7 +94,7 @@ class Fleet:
     self._links: dict[str, _Link] = {}
     self._published: tuple[int, Offer] | None = None
     self._told: int | None = None
-    self._sums = Counters()
+    self._sums = FleetCounters()
     self._waiting: collections.deque[tuple[Request, asyncio.Future[_Place]]] = (
       collections.deque()
     )
@@ -168,7 +142,7 @@ class Fleet:
     """
     chunks = [] if progress is None else progress
     sent = False
-    while remainder(request, chunks) is not None:
+    while wire.remainder(request, chunks) is not None:
       link, client = await self._place(request, first=sent)
       try:
         if sent:
@@ -192,7 +166,7 @@ class Fleet:
     chunks: list[Chunk],
   ) -> None:
     """Collects what one generator samples, until it ends or breaks."""
-    rest = remainder(request, chunks)
+    rest = wire.remainder(request, chunks)
     assert rest is not None and link.member.report is not None
     if chunks and len(rest.tokens) > link.member.report.max_prompt_length:
       rest = request
@@ -430,7 +404,7 @@ class Fleet:
 
   # Figures.
 
-  def counters(self) -> Counters:
+  def counters(self) -> FleetCounters:
     """A copy of the sums so far."""
     return dataclasses.replace(
       self._sums,
@@ -495,26 +469,3 @@ def _dead(cause: BaseException) -> RuntimeError:
 def _words(error: Exception) -> str:
   """An error in a line; some, such as a timeout's, have no text."""
   return str(error) or type(error).__name__
-
-
-def remainder(request: Request, chunks: Sequence[Chunk]) -> Request | None:
-  """What of a request is still to be sampled; None if nothing is.
-
-  The next token stands where it would have stood, so its key is the same.
-  """
-  if not chunks:
-    return request
-  count = sum(len(chunk.tokens) for chunk in chunks)
-  sampling = request.sampling
-  left = sampling.max_tokens - count
-  if chunks[-1].stop_reason is not None or left < 1:
-    return None
-  return dataclasses.replace(
-    request,
-    tokens=np.concatenate([request.tokens, *(c.tokens for c in chunks)]),
-    sampling=dataclasses.replace(
-      sampling,
-      max_tokens=left,
-      min_tokens=max(0, sampling.min_tokens - count),
-    ),
-  )

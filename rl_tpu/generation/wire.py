@@ -252,6 +252,29 @@ def join(chunks: Sequence[Chunk]) -> Completion:
   )
 
 
+def remainder(request: Request, chunks: Sequence[Chunk]) -> Request | None:
+  """What of a request is still to be sampled; None if nothing is.
+
+  The next token stands where it would have stood, so its key is the same.
+  """
+  if not chunks:
+    return request
+  count = sum(len(chunk.tokens) for chunk in chunks)
+  sampling = request.sampling
+  left = sampling.max_tokens - count
+  if chunks[-1].stop_reason is not None or left < 1:
+    return None
+  return dataclasses.replace(
+    request,
+    tokens=np.concatenate([request.tokens, *(c.tokens for c in chunks)]),
+    sampling=dataclasses.replace(
+      sampling,
+      max_tokens=left,
+      min_tokens=max(0, sampling.min_tokens - count),
+    ),
+  )
+
+
 def size(chunk: Chunk) -> int:
   """Bytes of a chunk in a message, to within a few."""
   head = 0 if chunk.topk_ids is None else chunk.topk_ids.shape[1]

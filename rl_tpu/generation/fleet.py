@@ -180,6 +180,9 @@ class Fleet:
     except OverloadedError:
       self._router.overloaded(link.member)
     except (ConnectionError, RuntimeError) as error:
+      if link.member.circuit == "closed":
+        address, why = link.member.address, _words(error)
+        _log.warning("%s failed requests: %s", address, why)
       self._router.broke(link.member, _words(error))
       link.due.set()
     else:

@@ -25,7 +25,7 @@ class Config(routing.Limits):
   addresses_file: str | None = None
   """File with more of them, one a line, `#` starts a comment; read again every
   health_seconds, so generators join and leave during a run. Replace it whole,
-  by a rename. While it cannot be read the last list holds."""
+  by a rename. While it cannot be read, or names none, the last list holds."""
   token_file: str | None = None
   """File with the generators' admin token; None: the environment variable
   RL_TPU_ADMIN_TOKEN, if it is set."""
@@ -92,12 +92,14 @@ def parse_addresses(name: str, text: str) -> tuple[str, ...]:
   """The addresses in a file's text, each once.
 
   Raises:
-    ValueError: one is not host:port.
+    ValueError: one is not host:port, or there is none.
   """
   lines = (line.partition("#")[0].strip() for line in text.splitlines())
   addresses = tuple(dict.fromkeys(line for line in lines if line))
   for address in addresses:
     _check_address(name, address)
+  if not addresses:
+    raise ValueError(f"{name} names no generator")
   return addresses
 
 

@@ -106,7 +106,7 @@ class Config:
   """Largest message accepted, >= 1024; a larger one ends its call."""
   max_unsent_bytes: int | None = None
   """Answers that may wait for one client to read them; None: twice what all
-  slots can hold."""
+  slots can hold, in chunks of one token."""
   grace_seconds: float = 30.0
   """For requests to end after SIGTERM, >= 0; the rest then fail."""
 
@@ -300,7 +300,8 @@ class GenerationServer:
     if self.config.max_unsent_bytes is not None:
       return self.config.max_unsent_bytes
     engine = self.driver.engine.config
-    token = 8 * (1 + engine.behavior_top_k)
+    # Streams may come a token at a time.
+    token = wire.CHUNK_BYTES + 8 * (1 + engine.behavior_top_k)
     return 2 * engine.slots * engine.context_length * token
 
   # Calls.

@@ -27,6 +27,9 @@ from rl_tpu.types import STOP_REASONS, Chunk, Completion, Request, Sampling
 VERSION = 1
 """Of this format; both ends must speak the same one."""
 
+CHUNK_BYTES = 32
+"""What a chunk takes beside its tokens, about."""
+
 MAX_MESSAGE_BYTES = 4 * 2**20
 """Messages are kept to about this size where they can be split."""
 
@@ -278,7 +281,7 @@ def remainder(request: Request, chunks: Sequence[Chunk]) -> Request | None:
 def size(chunk: Chunk) -> int:
   """Bytes of a chunk in a message, to within a few."""
   head = 0 if chunk.topk_ids is None else chunk.topk_ids.shape[1]
-  return 32 + 8 * (1 + head) * len(chunk.tokens)
+  return CHUNK_BYTES + 8 * (1 + head) * len(chunk.tokens)
 
 
 def pack_answers(answers: Sequence[tuple[int, Chunk | Failure]]) -> bytes:

@@ -113,6 +113,8 @@ class GenerationDriver(orchestrator.Driver):
     self._waiting: dict[OpenRequest, None] = {}
     self._cancelled: list[OpenRequest] = []
     self._pending: VersionedParams | None = None
+    self._accepted: int | None = None
+    self._life = ""
     self._paused = False
     self._turning = False
     self._arrivals = 0
@@ -221,30 +223,37 @@ class GenerationDriver(orchestrator.Driver):
 
   # Control.
 
-  def update(self, weights: VersionedParams) -> None:
+  def update(self, weights: VersionedParams, life: str = "") -> None:
     """Puts weights into service at the next dispatch boundary; thread-safe.
 
     Of several that come before the boundary only the newest is used.
 
+    Args:
+      weights: what to serve.
+      life: whose versions these are. A trainer that went back to a checkpoint
+        counts from there again, and its versions are other weights than those
+        of the same numbers before; so another life may go back.
+
     Raises:
       ValueError: the weights are not of this model, not on the engine's mesh,
-        or not newer than those already given.
+        or not newer than those that the same life gave already.
       RuntimeError: the driver failed or was stopped.
     """
     self.engine.check_params(weights.params)
     with self._changed:
       self._refuse_when_dead()
-      newest = self._pending or self._weights
+      newest = self._accepted if life == self._life else None
       if weights.version >= 2**31:
         raise ValueError(
           f"weights have version {weights.version}; it must be < 2**31"
         )
-      if newest is not None and weights.version <= newest.version:
+      if newest is not None and weights.version <= newest:
         raise ValueError(
           f"weights have version {weights.version}; it must be greater than "
-          f"{newest.version}, which was given before"
+          f"{newest}, which was given before"
         )
       self._pending = weights
+      self._accepted, self._life = weights.version, life
       self._changed.notify_all()
 
   def pause(self) -> None:
@@ -314,6 +323,12 @@ class GenerationDriver(orchestrator.Driver):
     """Of the weights in service."""
     weights = self._weights
     return None if weights is None else weights.version
+
+  @property
+  def accepted(self) -> tuple[str, int | None]:
+    """Life and version of the weights that the next request surely meets."""
+    with self._changed:
+      return self._life, self._accepted
 
   @property
   def free_slots(self) -> int:

@@ -43,6 +43,31 @@ class Counters:
   """The rest."""
 
 
+@dataclasses.dataclass(kw_only=True)
+class FleetCounters:
+  """Sums since a fleet of generators was made, as its client sees them."""
+
+  tokens: int = 0
+  """Tokens that arrived."""
+  completions: int = 0
+  """Requests answered to their end."""
+  retries: int = 0
+  """Times that a request was sent again, because its generator failed or had
+  too many."""
+  moved: int = 0
+  """Of these, those that went on from tokens that they had."""
+  restarts: int = 0
+  """Of these, those that began anew: no prefill bucket held their tokens."""
+  openings: int = 0
+  """Times that a circuit opened."""
+  publishes: int = 0
+  """Weights taken, over all generators."""
+  failed_publishes: int = 0
+  """Weights not taken, over all generators; each is tried again."""
+  publish_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+  """How long each generator took for the last weights that it took."""
+
+
 class Timeline:
   """Counts and times; written by one thread, read by any."""
 

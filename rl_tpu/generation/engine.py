@@ -54,6 +54,13 @@ class Config:
   steps_per_dispatch: int = 2
   """Decode steps of one call, >= 1. More spare host time; but new weights,
   cancellations and free slots wait for the end of a dispatch."""
+  dispatch_ahead: bool = False
+  """Enqueues the next prefill and dispatch before the last one's result is
+  read, so that devices do not wait for the host; unless that result surely
+  frees a slot that a request waits for. Tokens and versions are the same. An
+  answer that ends by a stop id leaves its slot unused for one dispatch more,
+  which costs more than the host's share of a dispatch where answers take few
+  dispatches. The time of prefills counts as that of their dispatch."""
   max_stop_ids: int = 4
   """Most stop ids of one request, >= 1."""
   behavior_top_k: int = 0

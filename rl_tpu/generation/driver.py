@@ -488,6 +488,9 @@ class GenerationDriver(orchestrator.Driver):
     """Prefills sequences into their slots."""
     assert self._weights is not None
     self._state = self.engine.admit(self._weights, self._state, admissions)
+    sums = self._timeline.sums
+    sums.missing_tokens += sum(len(one.missing) for one in admissions)
+    sums.prefilled_tokens = self.engine.prefilled_tokens
     if not self._ahead:
       jax.block_until_ready(self._state)
 

@@ -27,6 +27,10 @@ class Counters:
   """Requests prefilled, not counting interrupted ones."""
   shared_tokens: int = 0
   """Of their tokens, those whose keys and values another slot had already."""
+  missing_tokens: int = 0
+  """Tokens that prefills were asked for, interrupted sequences' too."""
+  prefilled_tokens: int = 0
+  """Tokens that they computed, padding included."""
   completions: int = 0
   """Requests that ended by themselves."""
   cancellations: int = 0

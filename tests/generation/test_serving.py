@@ -131,8 +131,8 @@ def test_64_requests_give_the_same_tokens_in_any_number_of_slots():
   wanted = random_requests(64, seed=2)
   params = INIT(jax.random.key(0))
 
-  def tokens(slots, least, steps, ahead=False):
-    driver = make_driver(slots, least, steps, dispatch_ahead=ahead)
+  def tokens(slots, least, steps, **changes):
+    driver = make_driver(slots, least, steps, **changes)
     driver.update(driver.engine.load_params(params, 0))
 
     async def main():
@@ -145,5 +145,7 @@ def test_64_requests_give_the_same_tokens_in_any_number_of_slots():
     return asyncio.run(main())
 
   expected = tokens(1, 0, 1)
-  for way in ((3, 2, 2), (8, 0, 4), (32, 2, 1), (5, 2, 3, True)):
-    assert tokens(*way) == expected
+  for slots, least, steps in ((3, 2, 2), (8, 0, 4), (32, 2, 1)):
+    assert tokens(slots, least, steps) == expected
+  changes = {"dispatch_ahead": True, "prompts_per_row": 4}
+  assert tokens(16, 2, 3, **changes) == expected

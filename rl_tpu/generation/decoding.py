@@ -35,9 +35,6 @@ from rl_tpu.types import Request
 RUNNING, STOPPED, EXHAUSTED = 0, 1, 2
 """How a slot stands after a dispatch: goes on, stop id, budget used up."""
 
-_CALL = 4
-"""What a prefill costs beside its rows, in rows (measured on CPUs)."""
-
 _LEAD = 3
 """Columns before the row of a packed sequence: its slot, the slot whose cache
 it shares and how many entries of that."""
@@ -219,19 +216,6 @@ def cache_sharding(mesh: jax.sharding.Mesh) -> jax.sharding.NamedSharding:
   return sharding.named(mesh, None, "slots", None, "kv_heads", None)
 
 
-def cheapest_splits(most: int, sizes: Sequence[int]) -> list[tuple[int, ...]]:
-  """For 0 to `most` sequences, the batches of these sizes that cost least."""
-
-  def cost(split: tuple[int, ...]) -> int:
-    return sum(split) + _CALL * len(split)
-
-  splits: list[tuple[int, ...]] = [()]
-  for n in range(1, most + 1):
-    candidates = [(size, *splits[max(n - size, 0)]) for size in sizes]
-    splits.append(min(candidates, key=cost))
-  return splits
-
-
 def pack(
   admissions: Sequence[Admission],
   *,
@@ -240,17 +224,31 @@ def pack(
   slots: int,
   max_stop_ids: int,
 ) -> Int[np.ndarray, "B _"]:
-  """Lays out sequences: where to, its row, the padded missing tokens.
+  """Lays out sequences: their headers, and the padded missing tokens."""
+  tokens = np.zeros((rows, bucket), np.int32)
+  for row, admission in zip(tokens, admissions, strict=False):
+    row[: len(admission.missing)] = admission.missing
+  lead = headers(admissions, rows=rows, slots=slots, max_stop_ids=max_stop_ids)
+  return np.concatenate([lead, tokens], axis=1)
 
-  Unused rows name slot `slots`, which does not exist: inserting drops them.
+
+def headers(
+  admissions: Sequence[Admission],
+  *,
+  rows: int,
+  slots: int,
+  max_stop_ids: int,
+) -> Int[np.ndarray, "B _"]:
+  """Where each sequence goes, and the row of its slot.
+
+  Unused ones name slot `slots`, which does not exist: inserting drops them.
   """
-  width = _LEAD + _STOP_IDS + max_stop_ids
-  packed = np.zeros((rows, width + bucket), np.int32)
+  packed = np.zeros((rows, _LEAD + _STOP_IDS + max_stop_ids), np.int32)
   packed[:, 0] = slots
-  row = packed[:, _LEAD:width]
+  row = packed[:, _LEAD:]
   row[:, _STOP_IDS:] = -1
   for i, admission in enumerate(admissions):
-    request, missing = admission.request, admission.missing
+    request = admission.request
     how, last = request.sampling, len(admission.tokens) - 1
     packed[i, :_LEAD] = admission.slot, admission.source, admission.shared
     row[i, _CURSOR] = admission.tokens[last], last, admission.budget
@@ -261,7 +259,6 @@ def pack(
     who = (request.seed, request.prompt_index, request.member)
     row[i, _IDENTITY] = np.array(who, np.uint32).view(np.int32)
     row[i, _STOP_IDS : _STOP_IDS + len(how.stop_ids)] = how.stop_ids
-    packed[i, width : width + len(missing)] = missing
   return packed
 
 

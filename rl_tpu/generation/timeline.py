@@ -27,6 +27,10 @@ class Counters:
   """Requests prefilled, not counting interrupted ones."""
   shared_tokens: int = 0
   """Of their tokens, those whose keys and values another slot had already."""
+  missing_tokens: int = 0
+  """Tokens that prefills were asked for, interrupted sequences' too."""
+  prefilled_tokens: int = 0
+  """Tokens that they computed, padding included."""
   completions: int = 0
   """Requests that ended by themselves."""
   cancellations: int = 0
@@ -74,15 +78,24 @@ class Timeline:
   def __init__(self, clock: Callable[[], float]):
     self.sums = Counters()
     self._clock = clock
-    self._began = clock()
+    self._began = self._busy_until = clock()
     self._events = collections.deque[Event](maxlen=_MOST_EVENTS)
 
   @contextlib.contextmanager
   def during(self, kind: Kind) -> Iterator[None]:
     """Records the time until the block ends; a failed block leaves none."""
-    start = self._clock()
+    start = self.now()
     yield
-    end = self._clock()
+    self.ended(kind, start)
+
+  def now(self) -> float:
+    """Seconds of the clock."""
+    return self._clock()
+
+  def ended(self, kind: Kind, start: float) -> None:
+    """Records the time since `start` that no other event has."""
+    start, end = max(start, self._busy_until), self._clock()
+    self._busy_until = end
     self._events.append((start, end, kind))
     self.sums.busy_seconds += end - start
 

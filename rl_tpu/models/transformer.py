@@ -469,13 +469,21 @@ class Policy:
       preferred_element_type=jnp.float32,
     )
 
-  def prefill(self, params: Params, tokens: Int[Array, "S T"]) -> Stacks:
-    """Keys and values, [l, S, T, K, h], of one sequence a row, right-padded.
+  def prefill(
+    self,
+    params: Params,
+    tokens: Int[Array, "S T"],
+    positions: Int[Array, "S T"] | None = None,
+    ids: Int[Array, "S T"] | None = None,
+  ) -> Stacks:
+    """Keys and values, [l, S, T, K, h], of right-padded rows.
 
-    Entries past a sequence's length are meaningless and must stay masked.
+    Positions and ids are those of packed rows; without them a row is one
+    sequence. Entries of padding are meaningless and must stay masked.
     """
-    ids = jnp.zeros_like(tokens)
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    if positions is None or ids is None:
+      ids = jnp.zeros_like(tokens)
+      positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
 
     def attend(_, q, k, v):
       return attention.packed(q, k, v, ids)

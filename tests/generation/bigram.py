@@ -55,7 +55,7 @@ class Bigram:
   def served(self, params):
     return params
 
-  def prefill(self, params, tokens):
+  def prefill(self, params, tokens, positions=None, ids=None):
     empty = jnp.zeros((1, *tokens.shape, 1, 2))
     return [(empty, empty)]
 

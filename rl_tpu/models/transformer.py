@@ -295,11 +295,34 @@ class Block(nnx.Module):
     Returns keys, values and routing (None without experts) beside it.
     """
     mixed, keys_values = self.attention(
-      self.attention_norm(x), positions, attend
+      _whole(self.attention_norm(x)), positions, attend
     )
-    x = x + mixed
-    y, routing = self.feed_forward(self.feed_forward_norm(x))
-    return x + y, (keys_values, routing)
+    x = _by_tokens(x + _whole(mixed))
+    y, routing = self.feed_forward(_whole(self.feed_forward_norm(x)))
+    return _by_tokens(x + _whole(y)), (keys_values, routing)
+
+
+def _by_tokens(x: jax.Array) -> jax.Array:
+  """Splits the residual stream by tokens among the devices that split heads.
+
+  Each then normalises and adds its own tokens, where all of them would do so
+  for every token; a layer's sums over these devices become as many bytes of
+  scattered sums and gathers (Korthikanti et al. 2022).
+  """
+  if x.ndim < 3 or not sharding.splits(x.shape[1], "tokens"):
+    return x
+  return sharding.constrain(x, "rows", "tokens", None)
+
+
+def _whole(x: jax.Array) -> jax.Array:
+  """All tokens, around products with weights; undoes `_by_tokens`.
+
+  Said of what enters and of what leaves, so that gradients too are gathered
+  before the products of the backward pass.
+  """
+  if x.ndim < 3 or not sharding.splits(x.shape[1], "tokens"):
+    return x
+  return sharding.constrain(x, "rows", None, None)
 
 
 def _feed_forward(config: Config, rngs: nnx.Rngs):
@@ -440,7 +463,7 @@ class Policy:
     x = self._embed(params, tokens, "rows")
     x, _, routing = self._layers(params, x, positions, attend)
     routing = jax.tree.map(lambda *stacks: jnp.concatenate(stacks), *routing)
-    return self._final_norm(params, x), routing
+    return _whole(self._final_norm(params, x)), routing
 
   def logits(
     self, params: Params, hidden: Float[Array, "... D"]
@@ -530,6 +553,7 @@ class Policy:
     """
     layers = params["layers"]
     stacks = layers if isinstance(layers, list) else [layers]
+    x = _by_tokens(x)
 
     def mix(layer_cache, q, k, v):
       k, v = (quantization.snap_cache(x, self.kv_grid) for x in (k, v))

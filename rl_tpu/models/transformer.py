@@ -25,6 +25,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from rl_tpu import sharding
@@ -186,11 +187,12 @@ def _bias(*shape: int):
   return nnx.Param(jnp.zeros(shape), logical_axes=(None,) * len(shape))
 
 
+_PRODUCT = "product"
+"""Name of what a product with weights gives."""
 _SAVED = {
   "none": None,
-  "dots": jax.checkpoint_policies.save_from_both_policies(
-    jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    jax.checkpoint_policies.save_only_these_names(attention.KEPT),
+  "dots": jax.checkpoint_policies.save_only_these_names(
+    _PRODUCT, attention.KEPT
   ),
   "full": jax.checkpoint_policies.nothing_saveable,
 }
@@ -258,6 +260,7 @@ class Attention(nnx.Module):
   def _project(self, name: str, equation: str, x: jax.Array) -> jax.Array:
     """Applies a weight, and its bias if it has one."""
     y = jnp.einsum(equation, x, getattr(self, name)[...].astype(x.dtype))
+    y = checkpoint_name(y, _PRODUCT)
     bias = getattr(self, f"{name}_bias", None)
     return y if bias is None else y + bias[...].astype(x.dtype)
 
@@ -275,9 +278,11 @@ class FeedForward(nnx.Module):
     self, x: Float[Array, "... D"]
   ) -> tuple[Float[Array, "... D"], None]:
     """Acts on each token by itself."""
-    gate = jax.nn.silu(x @ self.gate[...].astype(x.dtype))
-    up = x @ self.up[...].astype(x.dtype)
-    return (gate * up) @ self.down[...].astype(x.dtype), None
+    gate, up = (
+      checkpoint_name(x @ weight[...].astype(x.dtype), _PRODUCT)
+      for weight in (self.gate, self.up)
+    )
+    return (jax.nn.silu(gate) * up) @ self.down[...].astype(x.dtype), None
 
 
 class Block(nnx.Module):
@@ -297,9 +302,9 @@ class Block(nnx.Module):
     mixed, keys_values = self.attention(
       _whole(self.attention_norm(x)), positions, attend
     )
-    x = _by_tokens(x + _whole(mixed))
+    x = _by_tokens(x + _scattered(mixed))
     y, routing = self.feed_forward(_whole(self.feed_forward_norm(x)))
-    return _by_tokens(x + _whole(y)), (keys_values, routing)
+    return _by_tokens(x + _scattered(y)), (keys_values, routing)
 
 
 def _by_tokens(x: jax.Array) -> jax.Array:
@@ -315,14 +320,23 @@ def _by_tokens(x: jax.Array) -> jax.Array:
 
 
 def _whole(x: jax.Array) -> jax.Array:
-  """All tokens, around products with weights; undoes `_by_tokens`.
-
-  Said of what enters and of what leaves, so that gradients too are gathered
-  before the products of the backward pass.
-  """
+  """All tokens, for products with weights; undoes `_by_tokens`."""
   if x.ndim < 3 or not sharding.splits(x.shape[1], "tokens"):
     return x
   return sharding.constrain(x, "rows", None, None)
+
+
+@jax.custom_vjp
+def _scattered(x: jax.Array) -> jax.Array:
+  """`_by_tokens` of a product with weights, its gradient `_whole`.
+
+  Left to itself the compiler may keep that gradient split, and then sums the
+  gradient of the weights over these devices too.
+  """
+  return _by_tokens(x)
+
+
+_scattered.defvjp(lambda x: (_by_tokens(x), None), lambda _, g: (_whole(g),))
 
 
 def _feed_forward(config: Config, rngs: nnx.Rngs):

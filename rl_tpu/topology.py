@@ -1,8 +1,9 @@
 """What a TPU chip can do, and what its network can.
 
 The figures are Google's (cloud.google.com/tpu/docs, pages v5e, v5p and v6e) but
-for `memory`, which is what the compiler lets a program use. Clocks follow from
-the peak: 2 * units * size^2 operations a cycle.
+for `memory`, which is what the compiler lets a program use, and `product`, what
+its own cycles make of a product of 8192^3. Clocks follow from the peak:
+2 * units * size^2 operations a cycle.
 
 The network is modelled, never simulated. Chips of a slice form a torus. A group
 whose members differ along k of its axes moves its bytes in rings along these
@@ -39,6 +40,8 @@ class Chip:
   """Rows and columns of a matrix unit."""
   cores: int
   """That share its memory and run one program."""
+  product: float
+  """Share of the peak that the compiler gives a large product."""
   link: float
   """Bytes a second over one link, one way."""
   dimensions: int
@@ -60,6 +63,7 @@ CHIPS = {
     clock=1.5e9,
     unit=128,
     cores=1,
+    product=0.88,
     link=50e9,
     dimensions=2,
     dcn=3.125e9,
@@ -71,6 +75,7 @@ CHIPS = {
     clock=1.75e9,
     unit=128,
     cores=2,
+    product=0.90,
     link=100e9,
     dimensions=3,
     dcn=6.25e9,
@@ -82,6 +87,7 @@ CHIPS = {
     clock=1.75e9,
     unit=256,
     cores=1,
+    product=0.70,
     link=100e9,
     dimensions=2,
     dcn=12.5e9,

@@ -35,6 +35,8 @@ class Work:
   """Operations of its products, on one device, kernels aside."""
   ideal_flops: float = 0.0
   """The fewest operations of one device."""
+  ideal_attention: float = 0.0
+  """Those of them that are no products with weights."""
   least_bytes: float = 0.0
   """The least that one device reads from HBM."""
   held: dict[str, int]
@@ -120,6 +122,18 @@ class Estimate:
     return max(
       self.work.ideal_flops / chip.flops, self.work.least_bytes / chip.bandwidth
     )
+
+  @property
+  def allowed_seconds(self) -> float:
+    """The ideal at the compiler's rates, for products and for kernels.
+
+    Products with weights as fast as a large one, the program's kernels as they
+    are, and nothing else.
+    """
+    chip = self.topology.chip
+    products = self.work.ideal_flops - self.work.ideal_attention
+    kernels = sum(self.kernel_seconds(op) * n for op, n in self.program.kernels)
+    return products / (chip.flops * chip.product) + kernels
 
   @property
   def network_seconds(self) -> float:

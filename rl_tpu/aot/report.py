@@ -45,7 +45,8 @@ def run(
   Returns:
     The headline figures: `fits`; `hbm_gib` and `headroom` of the program that
     leaves least; `compute_seconds_estimated`, `compute_seconds_ideal`,
-    `estimated_mfu` (ideal / estimated), `collective_bytes` (that a chip sends)
+    `estimated_mfu` (ideal / estimated), `allowed_mfu` (at the compiler's rate
+    for large products and kernels), `collective_bytes` (that a chip sends)
     and `collective_seconds` of the update; `tokens_per_second` that it consumes
     and `decode_tokens_per_second`, where no collective hides behind compute;
     `decode_step_seconds` and `decode_times_roofline`; the same by program. What
@@ -117,6 +118,9 @@ def _trainer(config: parts.Config) -> _Side:
       ideal_flops=passes[name]
       * flops.forward(config.model, rows_of[name], length)
       / topology.size,
+      ideal_attention=passes[name]
+      * flops.attention(config.model, rows_of[name], length)
+      / topology.size,
       held=held[name],
       beside=beside[name],
       remedies=remedies,
@@ -161,6 +165,7 @@ def _generator(config: parts.Config) -> _Side:
       flops=flops.traced(traced["prefill"].jaxpr.jaxpr) / topology.size,
       ideal_flops=flops.forward(model, batch, prompt, head=False)
       / topology.size,
+      ideal_attention=flops.attention(model, batch, prompt) / topology.size,
       held=held,
       beside=beside,
       remedies=remedies + "; lower the last of prefill_batches",
@@ -242,6 +247,12 @@ def _time(estimate: Estimate) -> Iterator[str]:
       f"{ideal / (seconds + estimate.network_seconds):.2f} with no collective "
       "hidden"
     )
+    allowed = estimate.allowed_seconds
+    yield (
+      "  at the compiler's rate for large products and these kernels "
+      f"{_ms(allowed)}: MFU {ideal / allowed:.2f}, of which "
+      f"{allowed / seconds:.2f} is reached"
+    )
   else:
     yield (
       f"  compute {_ms(seconds)} estimated; reading HBM once takes "
@@ -293,6 +304,8 @@ def figures(
     "compute_seconds_estimated": update.seconds,
     "compute_seconds_ideal": update.ideal_seconds,
     "estimated_mfu": update.seconds and update.ideal_seconds / update.seconds,
+    "allowed_mfu": update.seconds
+    and update.ideal_seconds / update.allowed_seconds,
     "collective_bytes": sum(row.bytes for row in update.traffic),
     "collective_seconds": update.network_seconds,
     "tokens_per_second": update.tokens_per_second,

@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas.ops.tpu.splash_attention import (
   splash_attention_kernel as splash,
 )
@@ -89,7 +90,7 @@ def splash_packed(q, k, v, trajectory_ids, interpret=False):
     return jax.vmap(kernel)(q, k, v, splash.SegmentIds(q=ids, kv=ids))
 
   q = q * (1 / math.sqrt(q.shape[-1]))
-  q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+  q, k, v = (checkpoint_name(x.swapaxes(1, 2), KEPT) for x in (q, k, v))
   by_device = local
   if not jax.sharding.get_abstract_mesh().empty:
     by_heads = sharding.partition_spec(("rows", "heads", None, None))

@@ -25,6 +25,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from rl_tpu import sharding
@@ -187,11 +188,12 @@ def _bias(*shape: int):
   return nnx.Param(jnp.zeros(shape), logical_axes=(None,) * len(shape))
 
 
+_PRODUCT = "product"
+"""Name of what a product with weights gives."""
 _SAVED = {
   "none": None,
-  "dots": jax.checkpoint_policies.save_from_both_policies(
-    jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    jax.checkpoint_policies.save_only_these_names(attention.KEPT),
+  "dots": jax.checkpoint_policies.save_only_these_names(
+    _PRODUCT, attention.KEPT
   ),
   "full": jax.checkpoint_policies.nothing_saveable,
 }
@@ -261,6 +263,7 @@ class Attention(nnx.Module):
   def _project(self, name: str, equation: str, x: jax.Array) -> jax.Array:
     """Applies a weight, and its bias if it has one."""
     y = jnp.einsum(equation, x, getattr(self, name)[...].astype(x.dtype))
+    y = checkpoint_name(y, _PRODUCT)
     bias = getattr(self, f"{name}_bias", None)
     return y if bias is None else y + bias[...].astype(x.dtype)
 
@@ -278,9 +281,11 @@ class FeedForward(nnx.Module):
     self, x: Float[Array, "... D"]
   ) -> tuple[Float[Array, "... D"], None]:
     """Acts on each token by itself."""
-    gate = jax.nn.silu(x @ self.gate[...].astype(x.dtype))
-    up = x @ self.up[...].astype(x.dtype)
-    return (gate * up) @ self.down[...].astype(x.dtype), None
+    gate, up = (
+      checkpoint_name(x @ weight[...].astype(x.dtype), _PRODUCT)
+      for weight in (self.gate, self.up)
+    )
+    return (jax.nn.silu(gate) * up) @ self.down[...].astype(x.dtype), None
 
 
 class Block(nnx.Module):
@@ -298,11 +303,43 @@ class Block(nnx.Module):
     Returns keys, values and routing (None without experts) beside it.
     """
     mixed, keys_values = self.attention(
-      self.attention_norm(x), positions, attend
+      _whole(self.attention_norm(x)), positions, attend
     )
-    x = x + mixed
-    y, routing = self.feed_forward(self.feed_forward_norm(x))
-    return x + y, (keys_values, routing)
+    x = _by_tokens(x + _scattered(mixed))
+    y, routing = self.feed_forward(_whole(self.feed_forward_norm(x)))
+    return _by_tokens(x + _scattered(y)), (keys_values, routing)
+
+
+def _by_tokens(x: jax.Array) -> jax.Array:
+  """Splits the residual stream by tokens among the devices that split heads.
+
+  Each then normalises and adds its own tokens, where all of them would do so
+  for every token; a layer's sums over these devices become as many bytes of
+  scattered sums and gathers (Korthikanti et al. 2022).
+  """
+  if x.ndim < 3 or not sharding.splits(x.shape[1], "tokens"):
+    return x
+  return sharding.constrain(x, "rows", "tokens", None)
+
+
+def _whole(x: jax.Array) -> jax.Array:
+  """All tokens, for products with weights; undoes `_by_tokens`."""
+  if x.ndim < 3 or not sharding.splits(x.shape[1], "tokens"):
+    return x
+  return sharding.constrain(x, "rows", None, None)
+
+
+@jax.custom_vjp
+def _scattered(x: jax.Array) -> jax.Array:
+  """`_by_tokens` of a product with weights, its gradient `_whole`.
+
+  Left to itself the compiler may keep that gradient split, and then sums the
+  gradient of the weights over these devices too.
+  """
+  return _by_tokens(x)
+
+
+_scattered.defvjp(lambda x: (_by_tokens(x), None), lambda _, g: (_whole(g),))
 
 
 def _feed_forward(config: Config, rngs: nnx.Rngs):
@@ -456,7 +493,7 @@ class Policy:
     x = self._embed(params, tokens, "rows")
     x, _, routing = self._layers(params, x, positions, attend)
     routing = jax.tree.map(lambda *stacks: jnp.concatenate(stacks), *routing)
-    return self._final_norm(params, x), routing
+    return _whole(self._final_norm(params, x)), routing
 
   def logits(
     self, params: Params, hidden: Float[Array, "... D"]
@@ -589,6 +626,7 @@ class Policy:
     """
     layers = params["layers"]
     stacks = layers if isinstance(layers, list) else [layers]
+    x = _by_tokens(x)
 
     def mix(layer_cache, q, k, v):
       k, v = (quantization.snap_cache(x, self.kv_grid) for x in (k, v))

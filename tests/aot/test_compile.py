@@ -170,6 +170,22 @@ def test_an_mfu_above_1_is_called_wrong_and_not_printed():
   assert "MFU above 1" in impossible.doubts[0]
 
 
+def test_what_the_compiler_allows_is_products_at_its_rate_and_kernels():
+  text = LOOPS.replace("FIRST", "0")
+  sizes = "bf16[4,256,128]{2,1,0}"
+  kernel = (
+    "  %splash_mha_fwd.1 = f32[8]{0} custom-call(%p.5), "
+    'custom_call_target="tpu_custom_call", '
+    f"operand_layout_constraints={{{sizes}}}\n  %multiply.5"
+  )
+  text = text.replace("  %multiply.5", kernel)
+  operations = {"ideal_flops": 5e9, "ideal_attention": 1e9}
+  products = 4e9 / (0.88 * 197e12)
+  attention = 2 * 4 * 256**2 * 128 * 2 / 2 / 197e12
+  found = estimate(text, **operations)
+  assert found.allowed_seconds == pytest.approx(products + attention)
+
+
 def test_a_loop_of_unknown_length_leaves_no_estimate():
   text = LOOPS.replace("FIRST", "0").replace("direction=LT", "direction=NE")
   found = estimate(text)

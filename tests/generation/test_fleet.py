@@ -227,6 +227,24 @@ def test_cancelling_withdraws_what_runs_and_what_waits():
   asyncio.run(main())
 
 
+def test_a_place_given_to_one_who_is_cancelled_that_moment_is_given_back():
+  one = Generator(table_driver(slots=1, prefill_batches=(1,)))
+
+  async def main():
+    async with fleet_of(one, requests_per_slot=1.0) as made:
+      member = made._router.choose(9, 9)
+      (waits,) = begin(made, ask(1))
+      await until(lambda: made.status()["waiting"] == 1)
+      made._router.release(member)
+      made._settle()
+      assert member.requests == 1
+      waits.cancel()
+      await until(waits.done)
+      assert member.requests == 0
+
+  asyncio.run(main())
+
+
 def test_a_request_that_cannot_be_served_is_an_error_and_not_tried_again():
   first, second = Generator(), Generator()
 

@@ -15,6 +15,7 @@ sequence's header.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -65,8 +66,11 @@ def batches(
   buckets: Sequence[int],
   most_in_row: int,
   splits: Sequence[tuple[int, ...]],
-) -> Iterator[tuple[int, int, Rows]]:
+) -> list[tuple[int, int, Rows]]:
   """Bucket, number of rows, and those in use, of each prefill to run.
+
+  Of the packings into rows of each bucket the one that computes fewest tokens,
+  unused rows included; the shorter rows of equals, which attention likes.
 
   Args:
     lengths: of the sequences, each at most the last bucket.
@@ -74,23 +78,34 @@ def batches(
     most_in_row: sequences of a row, >= 1.
     splits: of `cheapest_splits`, for as many rows as there are sequences.
   """
-  by_bucket: dict[int, Rows] = {}
-  for bucket, row in _fewest_tokens(lengths, buckets, most_in_row):
-    by_bucket.setdefault(bucket, []).append(row)
-  for bucket, rows in sorted(by_bucket.items()):
-    for size in splits[len(rows)]:
-      yield bucket, size, rows[:size]
-      rows = rows[size:]
+  aims = buckets if most_in_row > 1 else buckets[:1]
+  plans = []
+  for aim in aims:
+    by_bucket: dict[int, Rows] = {}
+    for bucket, row in _packed(lengths, buckets, aim, most_in_row):
+      by_bucket.setdefault(bucket, []).append(row)
+    plans.append(
+      [
+        (bucket, size, rows[first : first + size])
+        for bucket, rows in sorted(by_bucket.items())
+        for first, size in _offsets(splits[len(rows)])
+      ]
+    )
+  return min(plans, key=lambda plan: sum(b * size for b, size, _ in plan))
 
 
-def _fewest_tokens(
-  lengths: Sequence[int], buckets: Sequence[int], most_in_row: int
+def _offsets(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+  """Where each begins, and the sizes."""
+  return zip(itertools.accumulate(sizes, initial=0), sizes, strict=False)
+
+
+def _packed(
+  lengths: Sequence[int], buckets: Sequence[int], aim: int, most_in_row: int
 ) -> list[tuple[int, list[int]]]:
-  """Rows with their buckets, with as little padding as a heuristic finds.
+  """Rows and the smallest buckets that hold them.
 
-  First-fit decreasing (Johnson, 1973) into rows of one bucket, longer sequences
-  in their own; then each row shrinks to the smallest bucket that holds it. The
-  best of all buckets, the shorter of equals: attention likes short rows.
+  First-fit decreasing (Johnson, 1973) into rows of length `aim`, a bucket;
+  sequences that are longer begin rows of their own bucket.
   """
 
   def bucket_of(length: int) -> int:
@@ -98,23 +113,19 @@ def _fewest_tokens(
 
   if most_in_row == 1:
     return [(bucket_of(n), [i]) for i, n in enumerate(lengths)]
-  order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-  plans = []
-  for aim in buckets:
-    rows: Rows = []
-    used: list[int] = []
-    for i in order:
-      for row, full in enumerate(used):
-        room = max(aim, bucket_of(lengths[rows[row][0]])) - full
-        if lengths[i] <= room and len(rows[row]) < most_in_row:
-          rows[row].append(i)
-          used[row] += lengths[i]
-          break
-      else:
-        rows.append([i])
-        used.append(lengths[i])
-    plans.append([(bucket_of(n), r) for n, r in zip(used, rows, strict=True)])
-  return min(plans, key=lambda plan: sum(bucket for bucket, _ in plan))
+  rows: Rows = []
+  used: list[int] = []
+  for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+    for row, full in enumerate(used):
+      room = max(aim, bucket_of(lengths[rows[row][0]])) - full
+      if lengths[i] <= room and len(rows[row]) < most_in_row:
+        rows[row].append(i)
+        used[row] += lengths[i]
+        break
+    else:
+      rows.append([i])
+      used.append(lengths[i])
+  return [(bucket_of(n), row) for n, row in zip(used, rows, strict=True)]
 
 
 def pack(

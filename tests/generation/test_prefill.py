@@ -106,17 +106,28 @@ def test_interrupted_sequences_are_packed_anew():
 @pytest.mark.parametrize(
   ("lengths", "most", "rows"),
   [
-    ((3, 5, 2), 1, [(4, 1), (8, 1), (4, 1)]),
+    ((3, 5, 2), 1, [(4, 1), (4, 1), (8, 1)]),
     ((3, 5, 2), 4, [(4, 1), (8, 2)]),
-    ((3, 5, 2, 2), 4, [(8, 2), (4, 2)]),
+    ((3, 5, 2, 2), 4, [(4, 2), (8, 2)]),
     ((1, 1, 1, 1), 2, [(4, 2), (4, 2)]),
-    ((16, 1), 4, [(16, 1), (4, 1)]),
+    ((16, 1), 4, [(4, 1), (16, 1)]),
     ((9, 6), 4, [(16, 2)]),
   ],
 )
 def test_rows_hold_what_leaves_little_padding(lengths, most, rows):
-  planned = prefill._fewest_tokens(lengths, (4, 8, 16), most)
-  assert sorted((bucket, len(row)) for bucket, row in planned) == sorted(rows)
+  splits = prefill.cheapest_splits(len(lengths), (1,))
+  planned = prefill.batches(lengths, (4, 8, 16), most, splits)
+  assert [(b, len(row)) for b, _, (row,) in planned] == rows
+
+
+def test_unused_rows_of_a_batch_count_as_padding():
+  """Two rows of 4 would be computed as 4 of them."""
+  splits = prefill.cheapest_splits(2, (4,))
+  planned = prefill.batches((3, 3), (4, 8), 2, splits)
+  assert planned == [(4, 4, [[0], [1]])]
+  splits = prefill.cheapest_splits(2, (1, 4))
+  planned = prefill.batches((3, 3), (4, 8), 2, splits)
+  assert planned == [(8, 1, [[0, 1]])]
 
 
 @settings(deadline=None, max_examples=200)

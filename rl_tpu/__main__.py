@@ -137,6 +137,15 @@ def _describe_tpus() -> None:
     os.environ.setdefault(name, value)
 
 
+def _as_compiled() -> None:
+  """Before a TPU's compiler is loaded: the options that `compile` gives it."""
+  from rl_tpu.topology import OPTIONS
+
+  options = [f"--{name}={value}" for name, value in OPTIONS.items()]
+  given = os.environ.get("LIBTPU_INIT_ARGS", "").split()
+  os.environ["LIBTPU_INIT_ARGS"] = " ".join(options + given)
+
+
 def _prepare_jax(config) -> None:
   """As many CPU devices as the run needs, and a cache of compiled programs."""
   import jax
@@ -234,5 +243,7 @@ if __name__ == "__main__":
     *pathlib.Path("/dev/vfio").glob("*"),
   ]
   os.environ.setdefault("JAX_PLATFORMS", "" if here else "cpu")
+  if here:
+    _as_compiled()
   logging.getLogger("absl").setLevel(logging.WARNING)
   sys.exit(main(sys.argv))

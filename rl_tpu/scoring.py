@@ -96,7 +96,7 @@ def outputs_and_loads(
   def score_rows(weight, positions):
     def score(part):
       hidden, labels, temperature, topk_ids = part
-      logits = _rounded_back(policy.logits(weight, hidden), hidden.dtype)
+      logits: Any = _rounded_back(policy.logits(weight, hidden), hidden.dtype)
       entropy = "entropy" in requires
       return _score(logits, labels, temperature, topk_ids, entropy)
 

@@ -22,14 +22,8 @@ import jax
 from rl_tpu import learner as learners
 from rl_tpu import packing, parts, sharding
 from rl_tpu.config import ConfigError
-from rl_tpu.topology import Topology
+from rl_tpu.topology import OPTIONS, Topology
 from rl_tpu.types import Batch
-
-OPTIONS: dict[str, str | bool] = {
-  "xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"
-}
-"""Of the compiler. Weights split over fsdp alone would otherwise travel in
-pieces, one product each: 2.3 times the estimated time of an update."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

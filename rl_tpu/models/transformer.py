@@ -82,8 +82,8 @@ class Config:
   float32; a generator holds weights as they are computed with."""
   remat: Literal["none", "dots", "full"] = "none"
   """What the backward pass of a layer computes again: nothing, all but products
-  with weights and attention's kernel, or all; each holds less memory than the
-  one before."""
+  with weights, sums of norms and attention's kernel, or all; each holds less
+  memory than the one before."""
 
   def __post_init__(self):
     for field in dataclasses.fields(self):
@@ -188,13 +188,11 @@ def _bias(*shape: int):
   return nnx.Param(jnp.zeros(shape), logical_axes=(None,) * len(shape))
 
 
-_PRODUCT = "product"
-"""Name of what a product with weights gives."""
+_SUMS = "sums"
+"""Name of what products with weights and the sums of norms give."""
 _SAVED = {
   "none": None,
-  "dots": jax.checkpoint_policies.save_only_these_names(
-    _PRODUCT, attention.KEPT
-  ),
+  "dots": jax.checkpoint_policies.save_only_these_names(_SUMS, attention.KEPT),
   "full": jax.checkpoint_policies.nothing_saveable,
 }
 """By `Config.remat`, what a layer keeps for its backward pass."""
@@ -211,6 +209,7 @@ class RMSNorm(nnx.Module):
     """Normalises the last axis."""
     wide = x.astype(jnp.float32)
     mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+    mean_square = checkpoint_name(mean_square, _SUMS)
     normed = wide * jax.lax.rsqrt(mean_square + self.eps)
     return (normed * self.scale[...]).astype(x.dtype)
 
@@ -263,7 +262,7 @@ class Attention(nnx.Module):
   def _project(self, name: str, equation: str, x: jax.Array) -> jax.Array:
     """Applies a weight, and its bias if it has one."""
     y = jnp.einsum(equation, x, getattr(self, name)[...].astype(x.dtype))
-    y = checkpoint_name(y, _PRODUCT)
+    y = checkpoint_name(y, _SUMS)
     bias = getattr(self, f"{name}_bias", None)
     return y if bias is None else y + bias[...].astype(x.dtype)
 
@@ -282,7 +281,7 @@ class FeedForward(nnx.Module):
   ) -> tuple[Float[Array, "... D"], None]:
     """Acts on each token by itself."""
     gate, up = (
-      checkpoint_name(x @ weight[...].astype(x.dtype), _PRODUCT)
+      checkpoint_name(x @ weight[...].astype(x.dtype), _SUMS)
       for weight in (self.gate, self.up)
     )
     return (jax.nn.silu(gate) * up) @ self.down[...].astype(x.dtype), None

@@ -1,4 +1,5 @@
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from rl_tpu.aot import programs
 from rl_tpu.aot.estimate import Estimate, Work
 from rl_tpu.aot.programs import Compiled
 from rl_tpu.config import ConfigError
-from rl_tpu.topology import Topology
+from rl_tpu.topology import OPTIONS, Topology
 
 POD = str(pathlib.Path(__file__).with_name("pod.py"))
 MEMORY = dict.fromkeys(
@@ -133,6 +134,14 @@ def test_what_cannot_be_compiled_is_refused_before_anything_is(
   error = capsys.readouterr().err
   assert all(word in error for word in words), error
   assert "compiling" not in error
+
+
+def test_a_run_gives_the_compiler_the_same_options_before_its_own(monkeypatch):
+  monkeypatch.setenv("LIBTPU_INIT_ARGS", "--mine=1")
+  command_line._as_compiled()
+  *ours, mine = os.environ["LIBTPU_INIT_ARGS"].split()
+  assert mine == "--mine=1"
+  assert ours == [f"--{name}={value}" for name, value in OPTIONS.items()]
 
 
 def test_a_topology_that_no_slice_has_is_refused_by_its_name():

@@ -58,7 +58,7 @@ def test_every_program_of_a_small_run_is_compiled_for_its_topology(cache):
     assert 0 < ideal < program["compute_seconds_estimated"]
     assert program["collective_bytes"] > 0
   assert 0 < figures["estimated_mfu"] < 1
-  assert "x paged_attention" in done.stdout and "x write_ent" in done.stdout
+  assert "x paged_attention" in done.stdout
   assert done.stderr.count("compiling") == 4
 
   again = compile_pod(cache)

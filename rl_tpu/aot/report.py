@@ -14,18 +14,20 @@ import jax
 import jax.numpy as jnp
 
 from rl_tpu import parts, sharding
-from rl_tpu.aot import flops, programs
+from rl_tpu.aot import flops, kernels, programs
 from rl_tpu.aot.estimate import GIB, Estimate, Work
 from rl_tpu.topology import Topology
 
 _SHOWN = 10
 """Most lines of a list."""
 
-_MODEL = """\
+_MODEL = f"""\
 Estimates for TPUs, made on a CPU. Compute: the compiler's cycles, and kernels
 at the peak that their head size allows; good for products, pessimistic for what
-waits for memory. Decoding's kernels are modelled, not the compiler's: 80% of
-HBM's bandwidth and 0.35 us a page, with every page in use. Network: rings along
+waits for memory. Decoding's kernels are modelled, not the compiler's: \
+{kernels.SHARE:.0%} of
+HBM's bandwidth and {kernels.WAIT * 1e6:g} us a page, \
+with every page in use. Network: rings along
 each axis of the torus that a group spans, one collective after the other; how
 much hides behind compute is not known."""
 

@@ -8,16 +8,17 @@ hold. Times are estimates, never measured:
 where `cycles` is the compiler's model (see `hlo`; good for products,
 pessimistic for what waits for memory). Attention's kernel is taken at the peak
 that heads of its size allow, a grouped product at a measured share of the peak,
-and gathers and scatters at the bandwidth of HBM (see `flops.kernel`).
-Collectives stand beside it, in bytes, and in seconds by the model of
-`topology`. What cannot be right is None, and `doubts` says why.
+and gathers and scatters at the bandwidth of HBM (see `flops.kernel`); those of
+decoding have a model of their own (`kernels`). Collectives stand beside it, in
+bytes, and in seconds by the model of `topology`. What cannot be right is None,
+and `doubts` says why.
 """
 
 import collections
 import dataclasses
 from typing import Any
 
-from rl_tpu.aot import flops, hlo
+from rl_tpu.aot import flops, hlo, kernels
 from rl_tpu.aot.programs import Compiled
 from rl_tpu.topology import Topology
 
@@ -36,6 +37,8 @@ class Work:
   """Operations of its products, on one device, kernels aside."""
   ideal_flops: float = 0.0
   """The fewest operations of one device."""
+  ideal_attention: float = 0.0
+  """Those of them that are no products with weights."""
   least_bytes: float = 0.0
   """The least that one device reads from HBM."""
   held: dict[str, int]
@@ -108,10 +111,10 @@ class Estimate:
   @property
   def flops(self) -> float:
     """Operations of one device, kernels included."""
-    kernels = (
+    known = (
       (flops.kernel(op, self.work.experts), n) for op, n in self.program.kernels
     )
-    return self.work.flops + sum(k.flops * n for k, n in kernels if k)
+    return self.work.flops + sum(k.flops * n for k, n in known if k)
 
   @property
   def seconds(self) -> float | None:
@@ -125,6 +128,18 @@ class Estimate:
     return max(
       self.work.ideal_flops / chip.flops, self.work.least_bytes / chip.bandwidth
     )
+
+  @property
+  def allowed_seconds(self) -> float:
+    """The ideal at the compiler's rates, for products and for kernels.
+
+    Products with weights as fast as a large one, the program's kernels as they
+    are, and nothing else.
+    """
+    chip = self.topology.chip
+    products = self.work.ideal_flops - self.work.ideal_attention
+    kernels = sum(self.kernel_seconds(op) * n for op, n in self.program.kernels)
+    return products / (chip.flops * chip.product) + kernels
 
   @property
   def network_seconds(self) -> float:
@@ -141,6 +156,9 @@ class Estimate:
   def kernel_seconds(self, op: hlo.Op) -> float:
     """One call of a kernel: at the peak it may reach, or reading HBM."""
     chip, kernel = self.topology.chip, flops.kernel(op, self.work.experts)
+    waiting = kernels.seconds(op, chip)
+    if waiting is not None:
+      return waiting
     if kernel is None:
       return 0.0
     share = kernel.efficiency * min(1.0, (kernel.size or chip.unit) / chip.unit)
@@ -149,9 +167,8 @@ class Estimate:
     )
 
   def _seconds(self) -> float:
-    kernels = self.program.kernels
     return self.program.cycles / self.topology.chip.clock + sum(
-      self.kernel_seconds(op) * times for op, times in kernels
+      self.kernel_seconds(op) * times for op, times in self.program.kernels
     )
 
   def _doubts(self) -> list[str]:
@@ -166,6 +183,7 @@ class Estimate:
       op.name
       for op, _ in self.program.kernels
       if flops.kernel(op, self.work.experts) is None
+      and kernels.seconds(op, self.topology.chip) is None
     }
     doubts += [f"kernel {name} has no model" for name in sorted(strange)]
     if (

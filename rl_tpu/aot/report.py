@@ -13,23 +13,27 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rl_tpu import parts
-from rl_tpu.aot import flops, programs
+from rl_tpu import parts, sharding
+from rl_tpu.aot import flops, kernels, programs
 from rl_tpu.aot.estimate import GIB, Estimate, Work
 from rl_tpu.topology import Topology
 
 _SHOWN = 10
 """Most lines of a list."""
 
-_MODEL = """\
+_MODEL = f"""\
 Estimates for TPUs, made on a CPU. Compute: the compiler's cycles; attention's
 kernel at the peak that its head size allows; grouped products of experts, all
-alike busy, at 0.91 of the peak (tiles that two experts share counted twice) or
-reading the weights of those touched; gathers and scatters at HBM's bandwidth;
-sorts left out. Good for products, pessimistic for what waits for memory.
-Network: rings along each axis of the torus that a group
-spans, one collective after the other; how much hides behind compute is not
-known."""
+alike busy, at {flops.GROUPED:.2f} of the peak (tiles that two experts share \
+counted twice)
+or reading the weights of those touched; gathers and scatters at HBM's
+bandwidth; sorts left out. Good for products, pessimistic for what waits for
+memory. Decoding's kernels are modelled, not the compiler's: \
+{kernels.SHARE:.0%} of HBM's
+bandwidth and {kernels.WAIT * 1e6:g} us a page, with every page in use. \
+Network: rings along
+each axis of the torus that a group spans, one collective after the other; how
+much hides behind compute is not known."""
 
 
 def run(
@@ -47,7 +51,8 @@ def run(
   Returns:
     The headline figures: `fits`; `hbm_gib` and `headroom` of the program that
     leaves least; `compute_seconds_estimated`, `compute_seconds_ideal`,
-    `estimated_mfu` (ideal / estimated), `collective_bytes` (that a chip sends)
+    `estimated_mfu` (ideal / estimated), `allowed_mfu` (at the compiler's rate
+    for large products and kernels), `collective_bytes` (that a chip sends)
     and `collective_seconds` of the update; `tokens_per_second` that it consumes
     and `decode_tokens_per_second`, where no collective hides behind compute;
     `decode_step_seconds` and `decode_times_roofline`; the same by program. What
@@ -130,6 +135,9 @@ def _trainer(config: parts.Config) -> _Side:
       tokens=own * length,
       flops=flops.traced(one.jaxpr.jaxpr) / topology.size,
       ideal_flops=passes.get(name, 1) * forward,
+      ideal_attention=passes.get(name, 1)
+      * flops.attention(config.model, own, length)
+      / topology.size,
       experts=config.model.num_experts,
       held=held[name],
       beside=beside[name],
@@ -149,6 +157,14 @@ def _generator(config: parts.Config) -> _Side:
   traced = engine.traced()
   weights, state = engine.abstract_arguments()
   held = {"weights": _bytes(weights), "cache": _bytes(state)}
+  policy = engine.policy
+  published = sharding.placed(
+    policy.abstract_params(), policy.param_shardings(mesh)
+  )
+  beside = {
+    "next weights": held["weights"],
+    "as they are published": _bytes(published),
+  }
   # A step reads the weights of its share of heads and hidden units, as they are
   # used, those of its experts that some slot chose, and all of the cache.
   shared, experts = flops.weights(model)
@@ -170,9 +186,10 @@ def _generator(config: parts.Config) -> _Side:
       flops=flops.traced(traced["prefill"].jaxpr.jaxpr) / topology.size,
       ideal_flops=flops.forward(model, batch, prompt, head=False)
       / topology.size,
+      ideal_attention=flops.attention(model, batch, prompt) / topology.size,
       experts=model.num_experts,
       held=held,
-      beside={"next weights": held["weights"]},
+      beside=beside,
       remedies=remedies + "; lower the last of prefill_batches",
     ),
     "decode": Work(
@@ -184,7 +201,7 @@ def _generator(config: parts.Config) -> _Side:
       flops=flops.traced(traced["decode"].jaxpr.jaxpr) / topology.size,
       least_bytes=read * settings.steps_per_dispatch,
       held=held,
-      beside={"next weights": held["weights"]},
+      beside=beside,
       remedies=remedies,
     ),
   }
@@ -253,6 +270,12 @@ def _time(estimate: Estimate) -> Iterator[str]:
       f"{ideal / (seconds + estimate.network_seconds):.2f} with no collective "
       "hidden"
     )
+    allowed = estimate.allowed_seconds
+    yield (
+      "  at the compiler's rate for large products and these kernels "
+      f"{_ms(allowed)}: MFU {ideal / allowed:.2f}, of which "
+      f"{allowed / seconds:.2f} is reached"
+    )
   else:
     yield (
       f"  compute {_ms(seconds)} estimated; reading HBM once takes "
@@ -304,6 +327,8 @@ def figures(
     "compute_seconds_estimated": update.seconds,
     "compute_seconds_ideal": update.ideal_seconds,
     "estimated_mfu": update.seconds and update.ideal_seconds / update.seconds,
+    "allowed_mfu": update.seconds
+    and update.ideal_seconds / update.allowed_seconds,
     "collective_bytes": sum(row.bytes for row in update.traffic),
     "collective_seconds": update.network_seconds,
     "tokens_per_second": update.tokens_per_second,

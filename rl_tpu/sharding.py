@@ -136,8 +136,27 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
 def splits(size: int, axis: str) -> bool:
   """Whether the mesh in force splits a dimension of this size, evenly."""
   mesh = jax.sharding.get_abstract_mesh()
-  ways = math.prod(mesh.shape.get(a, 1) for a in RULES[axis])
-  return ways > 1 and size % ways == 0
+  parts = math.prod(mesh.shape.get(a, 1) for a in RULES[axis])
+  return parts > 1 and size % parts == 0
+
+
+def check_even(what: str, size: int, axis: str) -> None:
+  """Refuses a dimension that the mesh in force would split unevenly.
+
+  XLA pads such a dimension. A scatter that adds, as the gradient of an
+  embedding does, then adds what stands in the padding to entry 0 (jaxlib
+  0.10.2): a wrong gradient without a word.
+
+  Raises:
+    ValueError: names what it is, its size and the mesh axes.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  parts = 1 if mesh.empty else ways(mesh, axis)
+  if size % parts:
+    raise ValueError(
+      f"{what} has {size} {axis}; they must divide over mesh axes "
+      f"{RULES[axis]} ({parts} ways)"
+    )
 
 
 def on_tpu() -> bool:

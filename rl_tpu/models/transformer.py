@@ -484,7 +484,12 @@ class Policy:
     positions: Int[Array, "R T"],
     trajectory_ids: Int[Array, "R T"],
   ) -> tuple[Float[Array, "R T D"], moe.Routing | None]:
-    """Final hidden states, and each layer's routing, [L, R, T, ...]."""
+    """Final hidden states, and each layer's routing, [L, R, T, ...].
+
+    Raises:
+      ValueError: the rows do not divide over the mesh in force.
+    """
+    sharding.check_even("a packed batch", tokens.shape[0], "rows")
 
     def attend(_, q, k, v):
       return attention.packed(q, k, v, trajectory_ids)

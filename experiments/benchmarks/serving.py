@@ -29,6 +29,8 @@ reported as missing.
   each in the faster of two layouts; every prompt prefilled for itself.
 - outside: share of a decode step that remains with a model that computes
   nothing: sampling, writing the cache, the host.
+- prefill: tokens computed, padding included, for each whose keys and values
+  were asked for.
 - host: processor time a token of driver and gRPC (see `service_cost`).
 
 The aim is 1.5 times the better peer's tokens a processor second on static
@@ -222,6 +224,11 @@ class Generator:
     seconds = self._loop.run_until_complete(run())
     return seconds / dispatches / sizes.steps
 
+  def computed(self) -> float:
+    """Tokens that prefills computed for each that they were asked for."""
+    sums = self.driver.counters()
+    return sums.prefilled_tokens / sums.missing_tokens
+
   def close(self) -> None:
     """Withdraws what is open."""
     self.driver.stop()
@@ -309,6 +316,7 @@ def compare_static(sizes: argparse.Namespace, peers: dict[str, Peer]) -> dict:
     (idle.step_seconds(sizes), ours.step_seconds(sizes))
     for _ in range(1 + sizes.repeats)
   ]
+  result["prefill"] = {"computed_per_token": ours.computed()}
   ours.close()
   idle.close()
   outside, whole = np.median(steps[1:], axis=0)

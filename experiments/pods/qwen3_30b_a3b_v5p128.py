@@ -45,7 +45,7 @@ def get_config() -> ml_collections.ConfigDict:
         logit_chunk=1024,
       ),
       engine=engine.Config(
-        slots=24,
+        slots=16,
         context_length=CONTEXT,
         prefill_buckets=(1024, 8192, CONTEXT),
         prefill_batches=(8,),

@@ -13,7 +13,10 @@ choice has no gradient; the router learns through g.
 There is no capacity, so no token is ever dropped and a token's result depends
 on nothing else in the batch, padding included. Tokens are sorted by expert and
 multiplied in groups (a grouped kernel on TPUs; on CPUs XLA multiplies all
-tokens by all experts, which suits small models only).
+tokens by all experts, which suits small models only). So few tokens that
+weights cost more to read than to multiply by are multiplied by every expert: a
+plain product reads a layer's weights where they lie, while those of a kernel
+are copied out of their stack first.
 
 On a mesh each device holds E / expert of the experts, 1 / tensor of each one's
 hidden units, and rows of its own (but along `tensor`): `shard_map`, so that
@@ -48,6 +51,9 @@ from jaxtyping import Array, Bool, Float, Int
 from rl_tpu import sharding
 from rl_tpu.types import Estimate
 
+_FEW = 128
+"""Tokens for which reading an expert's weights takes longer than multiplying
+all of them by it: on TPUs 160 to 560 operations take as long as a byte."""
 _LANES = 128
 """What megablox takes has sizes that are multiples of this."""
 _TILES = (512, 2048, 1024)
@@ -143,7 +149,7 @@ def mixture(
   if jax.sharding.get_abstract_mesh().empty:
     gates, routing = route(tokens, router, per_token, normalize)
     experts = jax.tree.map(lambda weight: weight.astype(x.dtype), experts)
-    result = _grouped(tokens, routing.experts, gates, experts), routing
+    result = _summed(tokens, routing.experts, gates, experts), routing
   else:
     result = _on_mesh(per_token, normalize, tokens, router, experts)
   return jax.tree.map(lambda a: a.reshape(*x.shape[:-1], *a.shape[1:]), result)
@@ -178,7 +184,7 @@ def _on_mesh(
     chosen = routing.experts
     if experts_travel:
       experts = jax.tree.map(lambda w: _gathered(w, "expert", 0), experts)
-      y = _grouped(tokens, chosen, gates, experts)
+      y = _summed(tokens, chosen, gates, experts)
     else:
       tokens, chosen, gates = (
         _gathered(x, "expert", 0) for x in (tokens, chosen, gates)
@@ -186,7 +192,7 @@ def _on_mesh(
       first = jax.lax.axis_index(sharding.RULES["expert"]) * len(gate)
       own = (chosen >= first) & (chosen < first + len(gate))
       chosen = jnp.where(own, chosen - first, len(gate))
-      y = _grouped(tokens, chosen, gates, experts, some=True)
+      y = _summed(tokens, chosen, gates, experts, some=True)
       y = jax.lax.psum_scatter(y, sharding.RULES["expert"], tiled=True)
     return jax.lax.psum(y, sharding.RULES["mlp"]), routing
 
@@ -221,7 +227,7 @@ def route(
   return gates, Routing(experts=chosen, entropy=entropy)
 
 
-def _grouped(
+def _summed(
   x: Float[Array, "n D"],
   experts: Int[Array, "n k"],
   gates: Float[Array, "n k"],
@@ -230,15 +236,46 @@ def _grouped(
 ) -> Float[Array, "n D"]:
   """Sums gate times expert over each token's experts.
 
-  The n k pairs are sorted by expert.
-
   Args:
     x: tokens.
     experts: chosen, in [0, e).
     gates: theirs.
     weights: of e experts.
-    some: whether pairs may have expert e, which is another device's. They come
-      last, in no group, and are not multiplied.
+    some: whether pairs may have expert e, which is another device's.
+  """
+  if len(x) <= _FEW:
+    return _every(x, experts, gates, weights)
+  return _grouped(x, experts, gates, weights, some)
+
+
+def _every(
+  x: Float[Array, "n D"],
+  experts: Int[Array, "n k"],
+  gates: Float[Array, "n k"],
+  weights: Experts,
+) -> Float[Array, "n D"]:
+  """`_summed` with all tokens multiplied by each expert, mostly for nothing."""
+  gate, up, down = weights
+  chosen = experts == jnp.arange(len(gate))[:, None, None]
+  by_expert = jnp.sum(jnp.where(chosen, gates, 0), axis=-1)
+  # A batch of products: weights are read as they lie, one expert's at a time.
+  tokens = jnp.broadcast_to(x, (len(gate), *x.shape))
+  hidden = jax.nn.silu(tokens @ gate) * (tokens @ up)
+  hidden *= by_expert.astype(x.dtype)[:, :, None]
+  return jnp.sum(hidden @ down, axis=0)
+
+
+def _grouped(
+  x: Float[Array, "n D"],
+  experts: Int[Array, "n k"],
+  gates: Float[Array, "n k"],
+  weights: Experts,
+  some: bool,
+) -> Float[Array, "n D"]:
+  """`_summed` with the n k pairs sorted by expert.
+
+  Pairs of other devices' experts come last, in no group, and are not
+  multiplied.
   """
   gate, up, down = weights
   group = experts.reshape(-1)

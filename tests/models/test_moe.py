@@ -19,6 +19,16 @@ SPREAD = sharding.MeshShape(fsdp=2, tensor=2, expert=2)
 mixture = jax.jit(moe.mixture, static_argnames=("per_token", "normalize"))
 
 
+@pytest.fixture(autouse=True, params=["grouped"])
+def way(request, monkeypatch):
+  """Tokens are too many for all experts, or few enough (`every`)."""
+  few = {"grouped": 0, "every": 1000}[request.param]
+  monkeypatch.setattr(moe, "_FEW", few)
+
+
+both_ways = pytest.mark.parametrize("way", ["grouped", "every"], indirect=True)
+
+
 def mesh(shape=SPREAD):
   return sharding.make_mesh(shape, jax.devices())
 
@@ -83,15 +93,18 @@ def assert_close(one, other, atol=2e-5):
   )
 
 
+@both_ways
 @pytest.mark.parametrize("normalize", [True, False])
 def test_a_token_gets_the_gated_sum_of_its_likeliest_experts(normalize):
   arguments = drawn()
-  y, routing = mixture(*arguments, per_token=K, normalize=normalize)
+  run = lambda *a: moe.mixture(*a, per_token=K, normalize=normalize)  # noqa: E731
+  y, routing = jax.jit(run)(*arguments)
   expected, chosen = looped(*arguments, normalize)
   np.testing.assert_allclose(y, expected, atol=1e-5)
   np.testing.assert_array_equal(routing.experts, chosen)
 
 
+@both_ways
 @pytest.mark.parametrize("normalize", [True, False])
 def test_the_gradient_is_that_of_all_experts_under_the_same_gates(normalize):
   def sparse(*a):
@@ -145,6 +158,7 @@ def test_the_router_computes_in_float32_whatever_the_tokens_are():
   np.testing.assert_allclose(y.astype(jnp.float32), wide[0], atol=0.1)
 
 
+@both_ways
 @pytest.mark.parametrize(
   ("shape", "tokens"),
   [(SPREAD, 7), (SPREAD, 203), (sharding.MeshShape(data=2, expert=4), 20)],
@@ -191,6 +205,15 @@ def test_each_device_multiplies_by_its_own_experts_or_for_its_own_tokens(
   shapes = products(jaxpr.jaxpr, [])
   inward = (pairs, experts, D, F // 2)
   assert shapes == [inward, inward, (pairs, experts, F // 2, D)]
+
+
+def test_few_tokens_are_multiplied_by_every_expert_and_many_are_grouped(
+  monkeypatch,
+):
+  monkeypatch.setattr(moe, "_FEW", 20)
+  run = lambda *a: moe.mixture(*a, per_token=K, normalize=True)  # noqa: E731
+  grouped = ["ragged" in str(jax.make_jaxpr(run)(*drawn(n))) for n in (20, 21)]
+  assert grouped == [False, True]
 
 
 def test_the_tpu_kernel_gives_the_gradient_of_the_weights():

@@ -316,6 +316,12 @@ class GenerationDriver(orchestrator.Driver):
     return None if weights is None else weights.version
 
   @property
+  def given_version(self) -> int | None:
+    """Of the weights given last, in service or about to be."""
+    weights = self._pending or self._weights
+    return None if weights is None else weights.version
+
+  @property
   def free_slots(self) -> int:
     """Slots that no request holds."""
     return self._table.free_slots

@@ -230,7 +230,6 @@ class Publisher:
     """Frees what a generator asked for and then, being gone, did not take."""
     offers = self._offers.pop(pull, [])
     if offers:
-      self._sums["withdrawn_offers"] += len(offers)
       self._withdrawals.submit(self._take_back, offers)
 
   def _take_back(self, offers: list[tuple[int, jax.Array]]) -> None:
@@ -253,6 +252,7 @@ class Publisher:
       if not is_ready(array):
         self._transfer.await_pull(uuid, [shard])
     _wait(arrays, 60 * _TAKE_BACK_SECONDS)
+    self._count(withdrawn_offers=sum(map(is_ready, arrays)))
 
   def _count(self, **amounts: float) -> None:
     with self._lock:

@@ -11,6 +11,11 @@ generators, tells each with `offer` to take the newest version.
   what a generator is reading.
 
 Generators that share the trainer's process need neither: see `weights`.
+
+A process sends weights while its devices wait for other processes in a
+collective. CPU devices wait in the same threads that send, as many as there are
+cores: with no more cores than devices nothing is sent until the wait ends, so
+give such a process more threads (PJRT_NPROC=8 in its environment).
 """
 
 import asyncio

@@ -147,6 +147,21 @@ def test_X08_X09_weights_arrive_bit_equal_in_the_generators_sharding(
   jax.tree.map(check, weights.params, like)
 
 
+@pytest.mark.parametrize("dtype", [None, "float32", "bfloat16"])
+def test_the_copy_shares_no_buffer_with_what_may_be_donated(dtype):
+  params = on_trainer(random_params(1))
+
+  def places(tree):
+    return {
+      shard.data.unsafe_buffer_pointer()
+      for leaf in jax.tree.leaves(tree)
+      for shard in leaf.addressable_shards
+    }
+
+  copy = publisher.owned_copy(params, dtype)
+  assert not places(params) & places(copy)
+
+
 def test_H15_each_version_arrives_as_it_is(published):
   by, seen = puller.Puller(), set()
   for version in (1, 2, 3):

@@ -24,6 +24,7 @@ commands:
   serve     the generator as a network service, with the newest checkpoint
   export    the newest checkpoint as a folder that transformers loads
   compile   what a run would take on TPUs, found on a CPU: memory, time, network
+  simulate  what a pod would do, on a virtual clock: throughput, staleness, idle
   report    draw a run's figure again: run.png in its directory
 
 FILE defines get_config(ARG); see experiments/quickstart.py. Any field can be
@@ -136,6 +137,15 @@ def _describe_tpus() -> None:
     os.environ.setdefault(name, value)
 
 
+def _as_compiled() -> None:
+  """Before a TPU's compiler is loaded: the options that `compile` gives it."""
+  from rl_tpu.topology import OPTIONS
+
+  options = [f"--{name}={value}" for name, value in OPTIONS.items()]
+  given = os.environ.get("LIBTPU_INIT_ARGS", "").split()
+  os.environ["LIBTPU_INIT_ARGS"] = " ".join(options + given)
+
+
 def _prepare_jax(config) -> None:
   """As many CPU devices as the run needs, and a cache of compiled programs."""
   import jax
@@ -201,6 +211,12 @@ def _compile(config) -> dict[str, Any]:
   return report.run(config, print, note)
 
 
+def _simulate(config) -> dict[str, Any]:
+  from rl_tpu import simulate
+
+  return simulate.run(config, print)
+
+
 def _report(config) -> dict[str, Any]:
   from rl_tpu import report
 
@@ -215,6 +231,7 @@ COMMANDS: dict[str, Callable[[Any], dict[str, Any]]] = {
   "serve": _serve,
   "export": _export,
   "compile": _compile,
+  "simulate": _simulate,
   "report": _report,
 }
 
@@ -226,5 +243,7 @@ if __name__ == "__main__":
     *pathlib.Path("/dev/vfio").glob("*"),
   ]
   os.environ.setdefault("JAX_PLATFORMS", "" if here else "cpu")
+  if here:
+    _as_compiled()
   logging.getLogger("absl").setLevel(logging.WARNING)
   sys.exit(main(sys.argv))

@@ -38,8 +38,9 @@ from rl_tpu.generation import server as servers
 from rl_tpu.models import huggingface, quantization, tokenizer, transformer
 from rl_tpu.types import Sampling
 from rl_tpu.view import View
+from rl_tpu.virtual import config as virtual
 
-_PLACES = ("directory", "cache", "serve", "export", "compile")
+_PLACES = ("directory", "cache", "serve", "export", "compile", "simulate")
 """Fields that say where a run lives and goes to, not what it computes."""
 
 
@@ -128,6 +129,8 @@ class Config:
   """Of the command `export`."""
   compile: topology.Config = dataclasses.field(default_factory=topology.Config)
   """Of the command `compile`."""
+  simulate: virtual.Config = dataclasses.field(default_factory=virtual.Config)
+  """Of the command `simulate`."""
 
   def __post_init__(self):
     for name, least in (

@@ -10,8 +10,15 @@ normalised over the whole vocabulary too), and -sum_v p_v logp(v), the entropy.
 So positions pass the output head in chunks, one after the other, and the
 backward pass computes a chunk's logits again instead of keeping them: nothing
 larger than [R, chunk, V] lives at any time, for one more product with the
-output head. Under a mesh that weight is gathered once, before the chunks, and
-its gradient summed over devices once, after them.
+output head. What is kept is each position's normaliser, the logarithm above:
+with it the gradient of the logits,
+
+    d logp(v) / d z_u = ([u = v] - exp(z_u / temperature - normaliser))
+                        / temperature,
+
+is one pass over a product as it leaves the matrix unit. Under a mesh the head's
+weight is gathered once, before the chunks, and its gradient summed over devices
+once, after them.
 
 Axes: R rows, T tokens, K sampler's head, D model, V vocabulary.
 """
@@ -22,6 +29,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from rl_tpu import ops, sharding
@@ -88,7 +96,7 @@ def outputs_and_loads(
   def score_rows(weight, positions):
     def score(part):
       hidden, labels, temperature, topk_ids = part
-      logits = policy.logits(weight, hidden)
+      logits: Any = _rounded_back(policy.logits(weight, hidden), hidden.dtype)
       entropy = "entropy" in requires
       return _score(logits, labels, temperature, topk_ids, entropy)
 
@@ -136,20 +144,65 @@ def _score(
   """What the logits of some positions say of labels and head; -1 is no id."""
   used = (labels >= 0)[..., None]
   logits = jnp.where(used, logits, 0.0) / temperature[..., None]
-  total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-  ids = labels[..., None]
-  if topk_ids is not None:
-    ids = jnp.concatenate([ids, topk_ids], axis=-1)
-  known = used & (ids >= 0)
-  picked = jnp.take_along_axis(logits, jnp.where(known, ids, 0), axis=-1)
-  logp = jnp.where(known, picked - total, 0.0)
+  total = _normaliser(logits)
+  picked = _picked(logits, jnp.maximum(labels, 0)[..., None])
+  logp = jnp.where(used, picked - total, 0.0)
   scored = {"target_logp": logp[..., 0]}
   if topk_ids is not None:
-    scored["target_topk_logp"] = logp[..., 1:]
+    known = used & (topk_ids >= 0)
+    head = jnp.take_along_axis(logits, jnp.maximum(topk_ids, 0), axis=-1)
+    scored["target_topk_logp"] = jnp.where(known, head - total, 0.0)
   if with_entropy:
     mean = jnp.sum(jnp.exp(logits - total) * logits, axis=-1)
     scored["entropy"] = jnp.where(used[..., 0], total[..., 0] - mean, 0.0)
   return scored
+
+
+_NORMALISER = "normaliser"
+"""Name of what the backward pass of a chunk keeps."""
+
+
+@jax.custom_jvp
+def _normaliser(logits: Float[Array, "R C V"]) -> Float[Array, "R C 1"]:
+  """Log sum exp; its gradient is taken from its value."""
+  return jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+
+
+@_normaliser.defjvp
+def _normaliser_jvp(primals, tangents):
+  (logits,), (tangent,) = primals, tangents
+  total = checkpoint_name(_normaliser(logits), _NORMALISER)
+  change = jnp.exp(logits - total) * tangent
+  return total, jnp.sum(change, axis=-1, keepdims=True)
+
+
+@jax.custom_jvp
+def _picked(
+  logits: Float[Array, "R C V"], ids: Int[Array, "R C 1"]
+) -> Float[Array, "R C 1"]:
+  """The logits of these ids; its gradient is a choice, not a scatter."""
+  return jnp.take_along_axis(logits, ids, axis=-1)
+
+
+@_picked.defjvp
+def _picked_jvp(primals, tangents):
+  logits, ids = primals
+  chosen = jnp.arange(logits.shape[-1]) == ids
+  change = jnp.where(chosen, tangents[0], 0.0)
+  return _picked(logits, ids), jnp.sum(change, axis=-1, keepdims=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _rounded_back(logits: Array, dtype: jnp.dtype) -> Array:
+  """The same; its gradient is rounded to what the head is multiplied in."""
+  del dtype
+  return logits
+
+
+_rounded_back.defvjp(
+  lambda logits, dtype: (logits, None),
+  lambda dtype, _, gradient: (gradient.astype(dtype),),
+)
 
 
 def _by_chunks(function: Callable[[Any], Any], arrays: Any, chunk: int) -> Any:
@@ -174,5 +227,6 @@ def _by_chunks(function: Callable[[Any], Any], arrays: Any, chunk: int) -> Any:
     return x.reshape(rows, count * size, *x.shape[3:])[:, :length]
 
   # Inside a loop nothing can be merged with the backward pass anyway.
-  again = jax.checkpoint(function, prevent_cse=False)
+  keep = jax.checkpoint_policies.save_only_these_names(_NORMALISER)
+  again = jax.checkpoint(function, prevent_cse=False, policy=keep)
   return jax.tree.map(join, jax.lax.map(again, jax.tree.map(split, arrays)))

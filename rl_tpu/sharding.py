@@ -21,6 +21,7 @@ RULES: Mapping[str, tuple[str, ...]] = {
   # activations
   "rows": ("data", "fsdp"),
   "slots": ("data", "fsdp"),
+  "tokens": ("tensor",),
   # weights
   "embed": ("fsdp",),
   "vocab": ("tensor",),
@@ -125,6 +126,13 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
   if jax.sharding.get_abstract_mesh().empty:
     return x
   return jax.lax.with_sharding_constraint(x, partition_spec(axes))
+
+
+def splits(size: int, axis: str) -> bool:
+  """Whether the mesh in force splits a dimension of this size, evenly."""
+  mesh = jax.sharding.get_abstract_mesh()
+  ways = math.prod(mesh.shape.get(a, 1) for a in RULES[axis])
+  return ways > 1 and size % ways == 0
 
 
 def on_tpu() -> bool:

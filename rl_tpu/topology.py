@@ -1,8 +1,9 @@
 """What a TPU chip can do, and what its network can.
 
 The figures are Google's (cloud.google.com/tpu/docs, pages v5e, v5p and v6e) but
-for `memory`, which is what the compiler lets a program use. Clocks follow from
-the peak: 2 * units * size^2 operations a cycle.
+for `memory`, which is what the compiler lets a program use, and `product`, what
+its own cycles make of a product of 8192^3. Clocks follow from the peak:
+2 * units * size^2 operations a cycle.
 
 The network is modelled, never simulated. Chips of a slice form a torus. A group
 whose members differ along k of its axes moves its bytes in rings along these
@@ -22,6 +23,13 @@ import numpy as np
 
 from rl_tpu.config import ConfigError
 
+OPTIONS: dict[str, str | bool] = {
+  "xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"
+}
+"""Of the TPU's compiler, here and where a run is. Weights split over fsdp alone
+would otherwise travel in pieces, one product each: 2.3 times the estimated time
+of an update."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
@@ -37,6 +45,10 @@ class Chip:
   """Cycles a second."""
   unit: int
   """Rows and columns of a matrix unit."""
+  cores: int
+  """That share its memory and run one program."""
+  product: float
+  """Share of the peak that the compiler gives a large product."""
   link: float
   """Bytes a second over one link, one way."""
   dimensions: int
@@ -57,6 +69,8 @@ CHIPS = {
     bandwidth=819e9,
     clock=1.5e9,
     unit=128,
+    cores=1,
+    product=0.88,
     link=50e9,
     dimensions=2,
     dcn=3.125e9,
@@ -67,6 +81,8 @@ CHIPS = {
     bandwidth=2765e9,
     clock=1.75e9,
     unit=128,
+    cores=2,
+    product=0.90,
     link=100e9,
     dimensions=3,
     dcn=6.25e9,
@@ -77,6 +93,8 @@ CHIPS = {
     bandwidth=1640e9,
     clock=1.75e9,
     unit=256,
+    cores=1,
+    product=0.70,
     link=100e9,
     dimensions=2,
     dcn=12.5e9,

@@ -27,6 +27,7 @@ import os
 import pathlib
 import shutil
 import socket
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, Protocol
@@ -99,15 +100,19 @@ class Generator(Protocol):
   address: str
 
   async def status(self) -> dict[str, Any]:
-    """Its `given_version`, among others."""
+    """Its `life` and `accepted_version`, among others."""
     ...
 
-  async def update(self, path: str, version: int) -> None:
+  async def update(self, path: str, version: int, life: str) -> None:
     """Serves weights from storage."""
     ...
 
   async def pull(
-    self, version: int, addresses: Sequence[str], timeout_seconds: float
+    self,
+    version: int,
+    addresses: Sequence[str],
+    life: str,
+    timeout_seconds: float,
   ) -> dict[str, Any]:
     """Serves weights from the trainer's devices."""
     ...
@@ -133,16 +138,15 @@ class Transport(Protocol):
       TimeoutError: it took too long; names who or what did not come.
       ConnectionError: the generator is gone.
       ValueError: it refused the weights.
-      RuntimeError: a trainer process is gone, or the generator serves a
-        version that this trainer never made.
+      RuntimeError: a trainer process is gone.
     """
     ...
 
   def metrics(self) -> dict[str, float]:
-    """Bytes, seconds and bandwidth.
+    """Bytes, seconds and bandwidth since the last call.
 
-    `publish_*` of this process's newest publication, `pull_*` over the pulls
-    that ended since the last call.
+    `publish_*` of what this process published, `pull_*` of the pulls that
+    ended, `pulls` of them; names without a value are left out.
     """
     ...
 
@@ -152,7 +156,10 @@ class Transport(Protocol):
 
 
 def make_transport(
-  config: Config, directory: str | os.PathLike, token: str | None
+  config: Config,
+  directory: str | os.PathLike,
+  token: str | None,
+  life: str = "",
 ) -> Transport:
   """The transport of a config; in every process of the trainer at once.
 
@@ -160,36 +167,42 @@ def make_transport(
     config: which one.
     directory: where versions may be stored; what is in it is deleted.
     token: of the generators' admin calls; they show it to the trainer too.
+    life: whose versions these are (see `GenerationDriver.update`).
 
   Raises:
     ValueError: other machines reach the trainer and there is no token.
     RuntimeError: the address cannot be bound.
   """
   if config.transport == "transfer":
-    return TransferTransport(config, token)
-  return OrbaxTransport(config, directory)
+    return TransferTransport(config, token, life)
+  return OrbaxTransport(config, directory, life)
 
 
 class _Figures:
-  """What was published and pulled."""
+  """What was published and pulled; of any thread."""
 
   def __init__(self):
     self.newest = -1
-    self._published: Moved | None = None
+    self._lock = threading.Lock()
+    self._published: list[Moved] = []
     self._pulled: list[Moved] = []
 
   def published(self, moved: Moved) -> Moved:
-    self.newest, self._published = moved.version, moved
+    with self._lock:
+      self.newest = moved.version
+      self._published.append(moved)
     return moved
 
   def pulled(self, moved: Moved) -> None:
-    if moved.bytes:
-      self._pulled.append(moved)
+    with self._lock:
+      if moved.bytes:
+        self._pulled.append(moved)
 
   def metrics(self) -> dict[str, float]:
-    pulled, self._pulled = self._pulled, []
+    with self._lock:
+      published, self._published = self._published, []
+      pulled, self._pulled = self._pulled, []
     figures: dict[str, float] = {"pulls": len(pulled)}
-    published = [self._published] if self._published else []
     for name, moves in (("publish", published), ("pull", pulled)):
       if moves:
         size = sum(moved.bytes for moved in moves)
@@ -200,20 +213,16 @@ class _Figures:
     return figures
 
 
-def _check_serves(client: Generator, version: int, figures: _Figures) -> None:
-  """A resumed trainer may be behind what it once published."""
-  if version > figures.newest:
-    raise RuntimeError(
-      f"generator {client.address} serves version {version}, but the newest "
-      f"of this trainer is {figures.newest}: it is from before the trainer was "
-      "resumed; restart the generator"
-    )
+def _took(status: dict[str, Any], life: str, version: int) -> bool:
+  """Whether a generator has this version of a life, or a newer one."""
+  accepted = status["accepted_version"]
+  return status["life"] == life and accepted is not None and accepted >= version
 
 
 class TransferTransport:
   """Generators pull from the trainer's devices."""
 
-  def __init__(self, config: Config, token: str | None):
+  def __init__(self, config: Config, token: str | None, life: str = ""):
     """Listens, and learns the addresses of all processes.
 
     Raises:
@@ -228,6 +237,7 @@ class TransferTransport:
       )
     port = config.port + jax.process_index() if config.port else 0
     self._timeout_seconds = config.timeout_seconds
+    self._life = life
     self._publisher = Publisher(
       host=host,
       port=port,
@@ -245,9 +255,8 @@ class TransferTransport:
   async def offer(self, client: Generator) -> None:
     """See Transport."""
     answer = await client.pull(
-      self._figures.newest, self.addresses, self._timeout_seconds
+      self._figures.newest, self.addresses, self._life, self._timeout_seconds
     )
-    _check_serves(client, answer["version"], self._figures)
     self._figures.pulled(Moved(**answer))
 
   def metrics(self) -> dict[str, float]:
@@ -285,12 +294,16 @@ def _of_all_processes(address: str) -> tuple[str, ...]:
 class OrbaxTransport:
   """Generators read what the trainer writes."""
 
-  def __init__(self, config: Config, directory: str | os.PathLike):
+  def __init__(
+    self, config: Config, directory: str | os.PathLike, life: str = ""
+  ):
     """Empties the directory: versions of an earlier run are not this one's."""
     self._directory = pathlib.Path(directory).absolute()
     self._timeout_seconds = config.timeout_seconds
     self._dtype = config.dtype
+    self._life = life
     self._figures = _Figures()
+    self._lock = threading.Lock()  # Of readers and what they may read.
     self._readers: collections.Counter[int] = collections.Counter()
     self._written: list[int] = []
     if jax.process_index() == 0:
@@ -315,7 +328,7 @@ class OrbaxTransport:
       )
     began = time.monotonic()
     self._checkpointer.wait_until_finished()
-    self._delete()
+    self._make_room()
     copy = owned_copy(params, self._dtype)
     self._checkpointer.save(self._path(version), args=ocp.args.PyTreeSave(copy))
     self._written.append(version)
@@ -332,17 +345,16 @@ class OrbaxTransport:
 
   async def offer(self, client: Generator) -> None:
     """See Transport."""
-    version = self._figures.newest
-    serves = (await client.status())["given_version"]
-    _check_serves(client, serves, self._figures)
-    if serves >= version:
-      return
-    with self._reading(version):
+    status = await client.status()
+    with self._reading_newest() as version:
+      if _took(status, self._life, version):
+        return
       began = time.monotonic()
       try:
         async with asyncio.timeout(self._timeout_seconds):
           await self._finished(version)
-          await client.update(str(self._path(version)), version)
+          path = str(self._path(version))
+          await client.update(path, version, self._life)
       except TimeoutError as error:
         raise TimeoutError(
           f"generator {client.address} did not take version {version} from "
@@ -375,22 +387,26 @@ class OrbaxTransport:
       await asyncio.sleep(_POLL_SECONDS)
 
   @contextlib.contextmanager
-  def _reading(self, version: int) -> Iterator[None]:
-    """Keeps a version on disk."""
-    self._readers[version] += 1
+  def _reading_newest(self) -> Iterator[int]:
+    """Keeps the newest version on disk."""
+    with self._lock:
+      version = self._figures.newest
+      self._readers[version] += 1
     try:
-      yield
+      yield version
     finally:
-      self._readers[version] -= 1
+      with self._lock:
+        self._readers[version] -= 1
 
-  def _delete(self) -> None:
-    """Makes room for the next version."""
+  def _make_room(self) -> None:
+    """Deletes versions that nobody reads or will read."""
     if jax.process_index() != 0:
       return
-    for version in self._written[: 1 - _KEPT]:
-      if not self._readers[version]:
-        shutil.rmtree(self._path(version))
-        self._written.remove(version)
+    with self._lock:
+      gone = [v for v in self._written[: 1 - _KEPT] if not self._readers[v]]
+    for version in gone:
+      shutil.rmtree(self._path(version))
+      self._written.remove(version)
 
 
 def _bytes_below(directory: pathlib.Path) -> int:

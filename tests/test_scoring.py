@@ -5,6 +5,7 @@ import io
 import re
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -200,6 +201,59 @@ def test_X08_a_mesh_of_2x2_scores_as_one_device_and_moves_the_head_once(tied):
   assert moved_in_loops(text, "[24,16]") == []
   assert moved_in_loops(text, "[16,24]") == []
   assert moved_in_loops(text, "[24,12]")  # Of the layers: the test sees.
+
+
+def equations(jaxpr):
+  """All of a program's, with those of its loops and parts."""
+  for equation in jaxpr.eqns:
+    yield equation
+    for value in equation.params.values():
+      inner = getattr(value, "jaxpr", value)
+      if isinstance(inner, jax.extend.core.Jaxpr):
+        yield from equations(inner)
+
+
+def test_a_chunk_is_multiplied_once_more_and_its_normaliser_is_kept():
+  batch = make_batch((18,), row_length=20)
+
+  def loss(params):
+    outputs = score(params, 5, batch, frozenset())
+    return jnp.sum(outputs.target_logp)
+
+  traced = jax.jit(jax.grad(loss)).trace(PARAMS).jaxpr
+  widths = [
+    (e.primitive.name, v.aval.shape[-1:])
+    for e in equations(traced.jaxpr)
+    for v in e.invars
+  ]
+  names = [name for name, width in widths if width == (VOCAB,)]
+  assert names.count("reduce_max") == 1
+  assert not any(name.startswith("scatter") for name in names)
+  # Logits, logits again, their gradient to the hidden states and the head.
+  heads = [
+    e
+    for e in equations(traced.jaxpr)
+    if e.primitive.name == "dot_general"
+    and any(VOCAB in v.aval.shape for v in (*e.invars, *e.outvars))
+  ]
+  assert len(heads) == 4
+
+
+def test_the_gradient_of_bfloat16_logits_is_rounded_once():
+  policy = transformer.Policy(
+    dataclasses.replace(POLICY.config, compute_dtype="bfloat16")
+  )
+  traced = jax.jit(jax.grad(weighted_sum), static_argnums=(1, 3)).trace(
+    PARAMS, 4, BATCH, policy
+  )
+  operands = {
+    v.aval.dtype
+    for e in equations(traced.jaxpr.jaxpr)
+    if e.primitive.name == "dot_general"
+    for v in e.invars
+    if v.aval.shape[-1] == VOCAB
+  }
+  assert operands == {jnp.dtype(jnp.bfloat16)}
 
 
 @pytest.mark.parametrize("chunk", [0, 32])

@@ -35,8 +35,8 @@ def make_driver(first_device=0, **shape):
   driver.update(driver.engine.load_params(random_params(0), 0))
   update, given = driver.update, []
 
-  def recorded(weights):
-    update(weights)
+  def recorded(weights, life=""):
+    update(weights, life)
     given.append(weights)
 
   driver.update = recorded
@@ -151,14 +151,14 @@ def test_a_generator_pulls_and_goes_on_with_what_it_has_where_that_fails():
         with pytest.raises(ValueError, match=r"\['embedding'\] .* not finite"):
           await client.pull(2, [source.address])
         with pytest.raises(TimeoutError, match="not published version 9"):
-          await client.pull(9, [source.address], timeout_seconds=0.1)
+          await client.pull(9, [source.address], timeout_seconds=1.0)
         nobody = f"127.0.0.1:{two_processes.free_port()}"
         with pytest.raises(RuntimeError, match=nobody):
           await client.pull(2, [source.address, nobody])
         for wrong in ([], [7]):
           with pytest.raises(ValueError, match="addresses"):
             await client.pull(2, wrong)
-        assert driver.given_version == 1
+        assert driver.accepted == ("", 1)
         source.publish(jax.device_put(random_params(3)), 3)
         again = await client.pull(3, [source.address])
         assert again["version"] == 3
@@ -191,25 +191,32 @@ def test_a_slow_generator_skips_versions_and_never_goes_back():
   assert_serves(driver, weights, 4, random_params(4))
 
 
-def test_a_generator_from_before_the_trainer_was_resumed_is_named(tmp_path):
-  driver, _ = make_driver()
-  driver.update(driver.engine.load_params(random_params(7), 7))
-  driver.step()
-  configs = [transport.Config(), transport.Config(transport="orbax")]
+@pytest.mark.parametrize("kind", ["transfer", "orbax"])
+@pytest.mark.parametrize("version", [5, 7, 8])
+def test_a_resumed_trainer_replaces_what_its_earlier_life_gave(
+  tmp_path, kind, version
+):
+  """Version 7 of the earlier life is none of the later one's."""
+  driver, given = make_driver()
+  driver.update(driver.engine.load_params(random_params(1), 7), "earlier")
+  config = transport.Config(transport=kind)
+  one = transport.make_transport(config, tmp_path / "w", TOKEN, "later")
+  params = random_params(version)
+  one.publish(jax.device_put(params), version)
 
   async def main():
-    async with serving(driver) as address:
-      for config in configs:
-        one = transport.make_transport(config, tmp_path / "weights", TOKEN)
-        one.publish(jax.device_put(random_params(5)), 5)
-        async with clients.GenerationClient(address, token=TOKEN) as client:
-          with pytest.raises(
-            RuntimeError, match=f"{address} serves version 7, .* trainer is 5"
-          ):
-            await one.offer(client)
-        one.close()
+    async with (
+      serving(driver) as address,
+      clients.GenerationClient(address, token=TOKEN) as client,
+    ):
+      await one.offer(client)
+      await one.offer(client)  # It has it.
 
   asyncio.run(main())
+  one.close()
+  assert driver.accepted == ("later", version)
+  assert_serves(driver, given[-1], version, params)
+  assert len(given) == 2
 
 
 # Storage.
@@ -226,9 +233,9 @@ class Reader:
     self.version = 0
 
   async def status(self):
-    return {"given_version": self.version}
+    return {"life": "", "accepted_version": self.version}
 
-  async def update(self, path, version):
+  async def update(self, path, version, life):
     self.asked.set()
     await self.may_read.wait()
     self.version = version
@@ -265,7 +272,7 @@ def test_two_versions_stay_on_disk_and_what_is_being_read(tmp_path):
     await stored.offer(quick)  # It has it.
     metrics = stored.metrics()
     assert metrics["pulls"] == 5
-    assert metrics["publish_bytes"] == 12
+    assert metrics["publish_bytes"] == 5 * 12
 
   asyncio.run(main())
   with pytest.raises(ValueError, match="version 5; it must be greater than 5"):

@@ -34,9 +34,11 @@ reported as missing.
 The aim is 1.5 times the better peer's tokens a processor second on static
 batches and 3 times on the long tail. Measured on two cores of a Xeon: 1.53
 (1218 to 797) beside one other job, 1.38 (1332 to 966) beside four; long tail
-6.8 (733 to 108); 0.73 of the ceiling. What is left is mostly attention, a
-quarter of a step: summing in other orders, or over one joined cache, gained
-nothing. The gain of interruption, 2.1 to 3.6, depends strongly on
+6.8 (733 to 108); 0.73 of the ceiling. On a quiet machine 1.39 (1437 to 1036),
+6.3 and 0.81, before a transposition of weights at each step was taken out (a
+decode step 21.5 to 19.2 ms; peers not measured again). What is left is mostly
+attention, a quarter of a step: summing in other orders, or over one joined
+cache, gained nothing. The gain of interruption, 2.1 to 3.6, depends strongly on
 `--update-tokens` and `--most` (0.9 at 2048 and 128, before layers had arrays of
 their own), so it is not AReaL's 12 to 17 %.
 

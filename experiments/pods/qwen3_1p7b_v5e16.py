@@ -31,10 +31,10 @@ def get_config() -> ml_collections.ConfigDict:
         name="reasoning_gym", config=envs.get("reasoning_gym").Config()
       ),
       algorithm=Choice(name="decoupled_ppo", config=loss),
-      model=transformer.sized(MODEL, compute_dtype="bfloat16", remat="full"),
+      model=transformer.sized(MODEL, compute_dtype="bfloat16", remat="dots"),
       sampling=Sampling(max_tokens=3072),
       learner=learner.Config(
-        minibatches=4, microbatch_rows=64, row_length=4096, logit_chunk=512
+        minibatches=4, microbatch_rows=16, row_length=4096, logit_chunk=2048
       ),
       engine=engine.Config(
         slots=64,

@@ -36,7 +36,7 @@ def get_config() -> ml_collections.ConfigDict:
       model=transformer.sized(MODEL, compute_dtype="bfloat16", remat="dots"),
       sampling=Sampling(max_tokens=31744),
       learner=learner.Config(
-        minibatches=4, microbatch_rows=16, row_length=32768, logit_chunk=2048
+        minibatches=4, microbatch_rows=16, row_length=32768, logit_chunk=8192
       ),
       engine=engine.Config(
         slots=16,

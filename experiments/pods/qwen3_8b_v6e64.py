@@ -19,7 +19,7 @@ def get_config() -> ml_collections.ConfigDict:
   config = qwen3_8b_v5p64.get_config()
   config.name = "qwen3_8b_v6e64"
   config.sampling.max_tokens = 15360
-  config.learner.row_length, config.learner.logit_chunk = 16384, 1024
+  config.learner.row_length, config.learner.logit_chunk = 16384, 4096
   config.engine.context_length = 16384
   config.engine.prefill_buckets = (1024, 4096, 16384)
   config.engine.prefill_batches = (2,)

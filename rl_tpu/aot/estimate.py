@@ -7,7 +7,8 @@ hold. Times are estimates, never measured:
 
 where `cycles` is the compiler's model (see `hlo`; good for products,
 pessimistic for what waits for memory) and kernels are taken at the peak that
-heads of their size allow. Collectives stand beside it, in bytes, and in seconds
+heads of their size allow; those of decoding have a model of their own
+(`kernels`). Collectives stand beside it, in bytes, and in seconds
 by the model of `topology`. What cannot be right is None, and `doubts` says why.
 """
 
@@ -15,7 +16,7 @@ import collections
 import dataclasses
 from typing import Any
 
-from rl_tpu.aot import flops, hlo
+from rl_tpu.aot import flops, hlo, kernels
 from rl_tpu.aot.programs import Compiled
 from rl_tpu.topology import Topology
 
@@ -34,6 +35,8 @@ class Work:
   """Operations of its products, on one device, kernels aside."""
   ideal_flops: float = 0.0
   """The fewest operations of one device."""
+  ideal_attention: float = 0.0
+  """Those of them that are no products with weights."""
   least_bytes: float = 0.0
   """The least that one device reads from HBM."""
   held: dict[str, int]
@@ -104,8 +107,8 @@ class Estimate:
   @property
   def flops(self) -> float:
     """Operations of one device, kernels included."""
-    kernels = ((flops.kernel(op), n) for op, n in self.program.kernels)
-    return self.work.flops + sum(k.flops * n for k, n in kernels if k)
+    known = ((flops.kernel(op), n) for op, n in self.program.kernels)
+    return self.work.flops + sum(k.flops * n for k, n in known if k)
 
   @property
   def seconds(self) -> float | None:
@@ -121,6 +124,18 @@ class Estimate:
     )
 
   @property
+  def allowed_seconds(self) -> float:
+    """The ideal at the compiler's rates, for products and for kernels.
+
+    Products with weights as fast as a large one, the program's kernels as they
+    are, and nothing else.
+    """
+    chip = self.topology.chip
+    products = self.work.ideal_flops - self.work.ideal_attention
+    kernels = sum(self.kernel_seconds(op) * n for op, n in self.program.kernels)
+    return products / (chip.flops * chip.product) + kernels
+
+  @property
   def network_seconds(self) -> float:
     """Of the collectives, one after the other."""
     return sum(traffic.seconds for traffic in self.traffic)
@@ -133,16 +148,18 @@ class Estimate:
     return self.work.tokens / (self.seconds + self.network_seconds)
 
   def kernel_seconds(self, op: hlo.Op) -> float:
-    """One call of a kernel at the peak that its heads allow."""
+    """One call of a kernel at the peak that its heads allow, or its reads."""
     chip, kernel = self.topology.chip, flops.kernel(op)
+    waiting = kernels.seconds(op, chip)
+    if waiting is not None:
+      return waiting
     if kernel is None:
       return 0.0
     return kernel.flops / (chip.flops * min(1.0, kernel.size / chip.unit))
 
   def _seconds(self) -> float:
-    kernels = self.program.kernels
     return self.program.cycles / self.topology.chip.clock + sum(
-      self.kernel_seconds(op) * times for op, times in kernels
+      self.kernel_seconds(op) * times for op, times in self.program.kernels
     )
 
   def _doubts(self) -> list[str]:
@@ -154,7 +171,10 @@ class Estimate:
       for name in self.program.unknown
     ]
     strange = {
-      op.name for op, _ in self.program.kernels if flops.kernel(op) is None
+      op.name
+      for op, _ in self.program.kernels
+      if flops.kernel(op) is None
+      and kernels.seconds(op, self.topology.chip) is None
     }
     doubts += [f"kernel {name} has no model" for name in sorted(strange)]
     if (

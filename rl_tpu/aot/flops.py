@@ -26,9 +26,14 @@ def forward(
   config: transformer.Config, rows: int, length: int, head: bool = True
 ) -> float:
   """Least operations of a forward pass over full rows; `head`: to logits."""
-  weights = multiplying(config, head)
-  attention = 2 * config.num_layers * config.num_heads * config.head_dim
-  return rows * (2 * weights * length + attention * length**2)
+  products = 2 * multiplying(config, head) * length * rows
+  return products + attention(config, rows, length)
+
+
+def attention(config: transformer.Config, rows: int, length: int) -> float:
+  """Those of `forward` that are no products with weights."""
+  wide = config.num_layers * config.num_heads * config.head_dim
+  return 2.0 * wide * rows * length**2
 
 
 def multiplying(config: transformer.Config, head: bool = True) -> int:

@@ -5,14 +5,16 @@ Compiling costs minutes of processor time, so an answer is kept under the hash
 of what it depends on: the program's text, the options and the compiler.
 """
 
+import contextlib
 import dataclasses
 import gzip
 import hashlib
 import importlib.metadata
 import json
+import math
 import pathlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -20,14 +22,8 @@ import jax
 from rl_tpu import learner as learners
 from rl_tpu import packing, parts, sharding
 from rl_tpu.config import ConfigError
-from rl_tpu.topology import Topology
+from rl_tpu.topology import OPTIONS, Topology
 from rl_tpu.types import Batch
-
-OPTIONS: dict[str, str | bool] = {
-  "xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"
-}
-"""Of the compiler. Weights split over fsdp alone would otherwise travel in
-pieces, one product each: 2.3 times the estimated time of an update."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,7 +143,8 @@ def compile_cached(
 
 def _compile(lowered: jax.stages.Lowered) -> Compiled:
   try:
-    compiled = lowered.compile(compiler_options=OPTIONS)
+    with _not_cached_by_jax():
+      compiled = lowered.compile(compiler_options=OPTIONS)
   except jax.errors.JaxRuntimeError as error:
     if "RESOURCE_EXHAUSTED" not in str(error):
       raise
@@ -163,6 +160,21 @@ def _compile(lowered: jax.stages.Lowered) -> Compiled:
       "code": memory.generated_code_size_in_bytes,
     },
   )
+
+
+@contextlib.contextmanager
+def _not_cached_by_jax() -> Iterator[None]:
+  """JAX's own cache takes programs for described devices, but cannot read them.
+
+  One that takes less than the least time is not written.
+  """
+  name = "jax_persistent_cache_min_compile_time_secs"
+  before = getattr(jax.config, name)
+  jax.config.update(name, math.inf)
+  try:
+    yield
+  finally:
+    jax.config.update(name, before)
 
 
 def _first_sentence(message: str) -> str:

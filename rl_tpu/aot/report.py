@@ -13,20 +13,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rl_tpu import parts
-from rl_tpu.aot import flops, programs
+from rl_tpu import parts, sharding
+from rl_tpu.aot import flops, kernels, programs
 from rl_tpu.aot.estimate import GIB, Estimate, Work
 from rl_tpu.topology import Topology
 
 _SHOWN = 10
 """Most lines of a list."""
 
-_MODEL = """\
+_MODEL = f"""\
 Estimates for TPUs, made on a CPU. Compute: the compiler's cycles, and kernels
 at the peak that their head size allows; good for products, pessimistic for what
-waits for memory. Network: rings along each axis of the torus that a group
-spans, one collective after the other; how much hides behind compute is not
-known."""
+waits for memory. Decoding's kernels are modelled, not the compiler's: \
+{kernels.SHARE:.0%} of
+HBM's bandwidth and {kernels.WAIT * 1e6:g} us a page, \
+with every page in use. Network: rings along
+each axis of the torus that a group spans, one collective after the other; how
+much hides behind compute is not known."""
 
 
 def run(
@@ -44,7 +47,8 @@ def run(
   Returns:
     The headline figures: `fits`; `hbm_gib` and `headroom` of the program that
     leaves least; `compute_seconds_estimated`, `compute_seconds_ideal`,
-    `estimated_mfu` (ideal / estimated), `collective_bytes` (that a chip sends)
+    `estimated_mfu` (ideal / estimated), `allowed_mfu` (at the compiler's rate
+    for large products and kernels), `collective_bytes` (that a chip sends)
     and `collective_seconds` of the update; `tokens_per_second` that it consumes
     and `decode_tokens_per_second`, where no collective hides behind compute;
     `decode_step_seconds` and `decode_times_roofline`; the same by program. What
@@ -116,6 +120,9 @@ def _trainer(config: parts.Config) -> _Side:
       ideal_flops=passes[name]
       * flops.forward(config.model, rows_of[name], length)
       / topology.size,
+      ideal_attention=passes[name]
+      * flops.attention(config.model, rows_of[name], length)
+      / topology.size,
       held=held[name],
       beside=beside[name],
       remedies=remedies,
@@ -134,6 +141,14 @@ def _generator(config: parts.Config) -> _Side:
   traced = engine.traced()
   weights, state = engine.abstract_arguments()
   held = {"weights": _bytes(weights), "cache": _bytes(state)}
+  policy = engine.policy
+  published = sharding.placed(
+    policy.abstract_params(), policy.param_shardings(mesh)
+  )
+  beside = {
+    "next weights": held["weights"],
+    "as they are published": _bytes(published),
+  }
   # A step reads the weights of its share of heads and hidden units, as they are
   # used, and all of the cache.
   used = flops.multiplying(model) * jnp.dtype(model.compute_dtype).itemsize
@@ -152,8 +167,9 @@ def _generator(config: parts.Config) -> _Side:
       flops=flops.traced(traced["prefill"].jaxpr.jaxpr) / topology.size,
       ideal_flops=flops.forward(model, batch, prompt, head=False)
       / topology.size,
+      ideal_attention=flops.attention(model, batch, prompt) / topology.size,
       held=held,
-      beside={"next weights": held["weights"]},
+      beside=beside,
       remedies=remedies + "; lower the last of prefill_batches",
     ),
     "decode": Work(
@@ -164,7 +180,7 @@ def _generator(config: parts.Config) -> _Side:
       flops=flops.traced(traced["decode"].jaxpr.jaxpr) / topology.size,
       least_bytes=read * settings.steps_per_dispatch,
       held=held,
-      beside={"next weights": held["weights"]},
+      beside=beside,
       remedies=remedies,
     ),
   }
@@ -233,6 +249,12 @@ def _time(estimate: Estimate) -> Iterator[str]:
       f"{ideal / (seconds + estimate.network_seconds):.2f} with no collective "
       "hidden"
     )
+    allowed = estimate.allowed_seconds
+    yield (
+      "  at the compiler's rate for large products and these kernels "
+      f"{_ms(allowed)}: MFU {ideal / allowed:.2f}, of which "
+      f"{allowed / seconds:.2f} is reached"
+    )
   else:
     yield (
       f"  compute {_ms(seconds)} estimated; reading HBM once takes "
@@ -284,6 +306,8 @@ def figures(
     "compute_seconds_estimated": update.seconds,
     "compute_seconds_ideal": update.ideal_seconds,
     "estimated_mfu": update.seconds and update.ideal_seconds / update.seconds,
+    "allowed_mfu": update.seconds
+    and update.ideal_seconds / update.allowed_seconds,
     "collective_bytes": sum(row.bytes for row in update.traffic),
     "collective_seconds": update.network_seconds,
     "tokens_per_second": update.tokens_per_second,

@@ -20,7 +20,12 @@ from rl_tpu.generation import server, wire
 from rl_tpu.generation.wire import OverloadedError
 from rl_tpu.types import Chunk, Completion, Request
 
-OPTIONS = (*server.BOTH_ENDS, ("grpc.max_receive_message_length", -1))
+OPTIONS = (
+  *server.BOTH_ENDS,
+  ("grpc.max_receive_message_length", -1),
+  # Else a new client waits out the backoff of an earlier one's connection.
+  ("grpc.use_local_subchannel_pool", 1),
+)
 """Of the channel; gRPC passes over a name that it does not know."""
 
 
@@ -147,32 +152,37 @@ class GenerationClient:
 
   # Admin.
 
-  async def update(self, path: str, version: int) -> None:
+  async def update(self, path: str, version: int, life: str = "") -> None:
     """Serves the weights in a directory that the server can read.
 
     They come into service at the next dispatch; what was served before stays
-    in service if anything is wrong with them.
+    in service if anything is wrong with them. Versions rise within a life (see
+    `GenerationDriver.update`).
 
     Raises:
       ValueError: there are none, they do not fit, or are not newer.
       PermissionError: the token is missing or wrong.
     """
-    await self._call("UpdateWeights", path=str(path), version=int(version))
+    await self._call(
+      "UpdateWeights", path=str(path), version=int(version), life=life
+    )
 
   async def pull(
     self,
     version: int,
     addresses: Sequence[str],
+    life: str = "",
     timeout_seconds: float = 300.0,
   ) -> dict[str, Any]:
     """Serves weights that the server pulls from a trainer's processes.
 
-    As `update`. A server that was given this version or a newer one pulls
+    As `update`. A server that this life gave the version or a newer one pulls
     nothing; one that comes too late for it takes the trainer's newest.
 
     Args:
       version: the least wanted.
       addresses: of all processes of the trainer, as `Publisher.address`.
+      life: whose versions these are.
       timeout_seconds: for the pull.
 
     Returns:
@@ -190,6 +200,7 @@ class GenerationClient:
       timeout_seconds + _ANSWER_SECONDS,
       version=int(version),
       addresses=list(addresses),
+      life=life,
       timeout_seconds=float(timeout_seconds),
     )
 

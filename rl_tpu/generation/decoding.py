@@ -29,14 +29,11 @@ from jaxtyping import Array, Bool, Float, Int
 from rl_tpu import sharding
 from rl_tpu.generation import sampling
 from rl_tpu.generation.jetstream import engine_api
-from rl_tpu.models import attention, transformer
+from rl_tpu.models import attention, paged, transformer
 from rl_tpu.types import Request
 
 RUNNING, STOPPED, EXHAUSTED = 0, 1, 2
 """How a slot stands after a dispatch: goes on, stop id, budget used up."""
-
-_CALL = 4
-"""What a prefill costs beside its rows, in rows (measured on CPUs)."""
 
 _LEAD = 3
 """Columns before the row of a packed sequence: its slot, the slot whose cache
@@ -93,7 +90,8 @@ class DecodeState:
   """
 
   cache: transformer.Stacks
-  """Keys [l, S, K, h, C] and values [l, S, K, C, h] of each stack of layers."""
+  """Keys [l, S, K, h, C], or [l, S, K, C, h] where they are paged, and values
+  [l, S, K, C, h] of each stack of layers."""
   rows: Int[Array, "S W"]
   """Last token, its position and the tokens that may still be sampled; then
   sampling settings, identity and stop ids (-1 where unused)."""
@@ -189,13 +187,21 @@ def _empty_cache(
   config = policy.config
   shape = (config.num_layers // policy.stacks, slots, config.num_kv_heads)
   size, dtype = config.head_dim, config.compute_dtype
+  keys = (size, entries)
+  if _paged(policy):
+    entries = paged.entries(entries)
+    keys = (entries, size)
   return [
     (
-      jnp.zeros((*shape, size, entries), dtype),
+      jnp.zeros((*shape, *keys), dtype),
       jnp.zeros((*shape, entries, size), dtype),
     )
     for _ in range(policy.stacks)
   ]
+
+
+def _paged(policy: transformer.Policy) -> bool:
+  return paged.suits(policy.config.head_dim, policy.config.compute_dtype)
 
 
 def state_shardings(mesh: jax.sharding.Mesh) -> Any:
@@ -210,19 +216,6 @@ def cache_sharding(mesh: jax.sharding.Mesh) -> jax.sharding.NamedSharding:
   return sharding.named(mesh, None, "slots", None, "kv_heads", None)
 
 
-def cheapest_splits(most: int, sizes: Sequence[int]) -> list[tuple[int, ...]]:
-  """For 0 to `most` sequences, the batches of these sizes that cost least."""
-
-  def cost(split: tuple[int, ...]) -> int:
-    return sum(split) + _CALL * len(split)
-
-  splits: list[tuple[int, ...]] = [()]
-  for n in range(1, most + 1):
-    candidates = [(size, *splits[max(n - size, 0)]) for size in sizes]
-    splits.append(min(candidates, key=cost))
-  return splits
-
-
 def pack(
   admissions: Sequence[Admission],
   *,
@@ -231,17 +224,31 @@ def pack(
   slots: int,
   max_stop_ids: int,
 ) -> Int[np.ndarray, "B _"]:
-  """Lays out sequences: where to, its row, the padded missing tokens.
+  """Lays out sequences: their headers, and the padded missing tokens."""
+  tokens = np.zeros((rows, bucket), np.int32)
+  for row, admission in zip(tokens, admissions, strict=False):
+    row[: len(admission.missing)] = admission.missing
+  lead = headers(admissions, rows=rows, slots=slots, max_stop_ids=max_stop_ids)
+  return np.concatenate([lead, tokens], axis=1)
 
-  Unused rows name slot `slots`, which does not exist: inserting drops them.
+
+def headers(
+  admissions: Sequence[Admission],
+  *,
+  rows: int,
+  slots: int,
+  max_stop_ids: int,
+) -> Int[np.ndarray, "B _"]:
+  """Where each sequence goes, and the row of its slot.
+
+  Unused ones name slot `slots`, which does not exist: inserting drops them.
   """
-  width = _LEAD + _STOP_IDS + max_stop_ids
-  packed = np.zeros((rows, width + bucket), np.int32)
+  packed = np.zeros((rows, _LEAD + _STOP_IDS + max_stop_ids), np.int32)
   packed[:, 0] = slots
-  row = packed[:, _LEAD:width]
+  row = packed[:, _LEAD:]
   row[:, _STOP_IDS:] = -1
   for i, admission in enumerate(admissions):
-    request, missing = admission.request, admission.missing
+    request = admission.request
     how, last = request.sampling, len(admission.tokens) - 1
     packed[i, :_LEAD] = admission.slot, admission.source, admission.shared
     row[i, _CURSOR] = admission.tokens[last], last, admission.budget
@@ -252,7 +259,6 @@ def pack(
     who = (request.seed, request.prompt_index, request.member)
     row[i, _IDENTITY] = np.array(who, np.uint32).view(np.int32)
     row[i, _STOP_IDS : _STOP_IDS + len(how.stop_ids)] = how.stop_ids
-    packed[i, width : width + len(missing)] = missing
   return packed
 
 
@@ -276,14 +282,11 @@ def insert(
   slot = packed[:, 0]
   cache = []
   for stack, new in zip(state.cache, prefilled, strict=True):
-    bucket = new[0].shape[2]
-    keys, values = attention.as_cache(*new)
-    cache.append(
-      (
-        stack[0].at[:, slot, :, :, :bucket].set(keys, mode="drop"),
-        stack[1].at[:, slot, :, :bucket].set(values, mode="drop"),
-      )
-    )
+    firsts = []
+    for held, entries in zip(stack, attention.as_cache(*new), strict=True):
+      first = (slice(size) for size in entries.shape[2:])
+      firsts.append(held.at[:, slot, *first].set(entries, mode="drop"))
+    cache.append(tuple(firsts))
   return DecodeState(cache=cache, rows=_write_rows(state, packed))
 
 
@@ -357,30 +360,20 @@ def decode(
   identity = state.rows[:, _IDENTITY].astype(jnp.uint32)
   sampling_keys = sampling.identity_keys(*identity.T)
   stop_ids = state.rows[:, _STOP_IDS:]
-  slots, entries = state.rows.shape[0], state.cache[0][0].shape[-1]
   starts = state.rows[:, 1]
-  before = jnp.arange(entries) < starts[:, None]
+  model, held = _model(policy, params, state, steps)
 
   def one_step(carry, step):
-    recent, tokens, positions, budget = carry
+    held, tokens, positions, budget = carry
     active = budget > 0
-    known = jnp.broadcast_to(jnp.arange(steps) < step, (slots, steps))
-    caches = [(state.cache, before), (recent, known)]
-    logits, new = policy.decode(params, tokens, positions, caches)
+    logits, held = model(held, tokens, positions, step)
     logits = _bar_stop_ids(logits, state.rows, positions, active)
     sampled, logp, head = sampling.sample(
       logits, sampling_keys, positions + 1, settings, active, head_size
     )
     hit = jnp.any(sampled[:, None] == stop_ids, axis=1) & active
-    recent = _by_axis(
-      lambda cache, token, axis: jax.lax.dynamic_update_index_in_dim(
-        cache, token.astype(cache.dtype), step, axis
-      ),
-      recent,
-      new,
-    )
     carry = (
-      recent,
+      held,
       jnp.where(active, sampled, tokens),
       positions + active,
       jnp.where(hit, 0, budget - active),
@@ -389,18 +382,18 @@ def decode(
 
   cursor = state.rows[:, _CURSOR].T
   carry, (emitted, heads) = jax.lax.scan(
-    one_step,
-    (_empty_cache(policy, slots, steps), *cursor),
-    jnp.arange(steps),
+    one_step, (held, *cursor), jnp.arange(steps)
   )
-  recent, last, positions, budget = carry
-  cache = _by_axis(
-    lambda cache, new, axis: _append(
-      cache, new, starts, positions - starts, axis
-    ),
-    state.cache,
-    recent,
-  )
+  held, last, positions, budget = carry
+  cache = held
+  if not _paged(policy):
+    cache = _by_axis(
+      lambda cache, new, axis: _append(
+        cache, new, starts, positions - starts, axis
+      ),
+      state.cache,
+      held,
+    )
   tokens, valid, logp, hit = (x.T for x in emitted)
   ended = valid[:, 0] & (budget == 0)
   standing = jnp.where(jnp.any(hit, axis=1), STOPPED, EXHAUSTED)
@@ -416,6 +409,43 @@ def decode(
   cursor = jnp.stack([last, positions, budget], axis=1)
   rows = state.rows.at[:, _CURSOR].set(cursor)
   return DecodeState(cache=cache, rows=rows), packed
+
+
+def _model(
+  policy: transformer.Policy,
+  params: transformer.Params,
+  state: DecodeState,
+  steps: int,
+) -> tuple[Callable[..., tuple[jax.Array, Any]], transformer.Stacks]:
+  """One step of the model, and what it takes along from step to step.
+
+  That is a paged cache, written as it goes: a slot that has ended writes its
+  last token's entry again, which does not count. Otherwise it is the entries of
+  this dispatch, beside a cache that is only read.
+  """
+  if _paged(policy):
+
+    def in_place(cache, tokens, positions, _):
+      return policy.decode_paged(params, tokens, positions, cache)
+
+    return in_place, state.cache
+
+  slots, entries = state.rows.shape[0], state.cache[0][0].shape[-1]
+  before = jnp.arange(entries) < state.rows[:, 1, None]
+
+  def beside(recent, tokens, positions, step):
+    known = jnp.broadcast_to(jnp.arange(steps) < step, (slots, steps))
+    caches = [(state.cache, before), (recent, known)]
+    logits, new = policy.decode(params, tokens, positions, caches)
+    return logits, _by_axis(
+      lambda cache, token, axis: jax.lax.dynamic_update_index_in_dim(
+        cache, token.astype(cache.dtype), step, axis
+      ),
+      recent,
+      new,
+    )
+
+  return beside, _empty_cache(policy, slots, steps)
 
 
 def _settings(rows: Int[Array, "S W"]) -> sampling.Settings:

@@ -7,7 +7,10 @@ code and replaces the loop. One turn of it:
 
     cancellations -> weights -> admission -> one dispatch -> record
 
-Everything that changes the batch happens between two dispatches. `step` runs
+Everything that changes the batch happens between two dispatches. With
+`dispatch_ahead` the record is that of the dispatch before, read while the
+devices work on the next one; what it sampled for requests that left meanwhile
+is dropped, and new weights wait until it is read. `step` runs
 a turn in the caller's thread, which makes schedules deterministic; `start`
 runs them in a thread that sleeps while there is nothing to do.
 
@@ -31,12 +34,13 @@ import itertools
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
+from jaxtyping import Int
 
-from rl_tpu.generation import requests, timeline
+from rl_tpu.generation import decoding, requests, timeline
 from rl_tpu.generation.decoding import Admission
 from rl_tpu.generation.engine import PolicyEngine
 from rl_tpu.generation.jetstream import ReportingThread, orchestrator
@@ -45,6 +49,16 @@ from rl_tpu.types import Chunk, Completion, Request, Sampling, VersionedParams
 
 Interruption = Literal["recompute", "keep", "drain"]
 INTERRUPTIONS = ("recompute", "keep", "drain")
+
+
+class Flight(NamedTuple):
+  """A dispatch that is under way."""
+
+  result: decoding.Result
+  tenants: Int[np.ndarray, " S"]
+  """Who held the slots when it began (`SlotTable.tenants`)."""
+  began: float
+  """Clock's seconds."""
 
 
 class GenerationDriver(orchestrator.Driver):
@@ -105,6 +119,7 @@ class GenerationDriver(orchestrator.Driver):
       config.min_shared_prefix if config.shares_prefixes else 0,
     )
     self._weights: VersionedParams | None = None
+    self._flight: Flight | None = None
     self._outbox = requests.Outbox()
     self._timeline = timeline.Timeline(clock)
 
@@ -113,6 +128,8 @@ class GenerationDriver(orchestrator.Driver):
     self._waiting: dict[OpenRequest, None] = {}
     self._cancelled: list[OpenRequest] = []
     self._pending: VersionedParams | None = None
+    self._accepted: int | None = None
+    self._life = ""
     self._paused = False
     self._turning = False
     self._arrivals = 0
@@ -221,30 +238,37 @@ class GenerationDriver(orchestrator.Driver):
 
   # Control.
 
-  def update(self, weights: VersionedParams) -> None:
+  def update(self, weights: VersionedParams, life: str = "") -> None:
     """Puts weights into service at the next dispatch boundary; thread-safe.
 
     Of several that come before the boundary only the newest is used.
 
+    Args:
+      weights: what to serve.
+      life: whose versions these are. A trainer that went back to a checkpoint
+        counts from there again, and its versions are other weights than those
+        of the same numbers before; so another life may go back.
+
     Raises:
       ValueError: the weights are not of this model, not on the engine's mesh,
-        or not newer than those already given.
+        or not newer than those that the same life gave already.
       RuntimeError: the driver failed or was stopped.
     """
     self.engine.check_params(weights.params)
     with self._changed:
       self._refuse_when_dead()
-      newest = self._pending or self._weights
+      newest = self._accepted if life == self._life else None
       if weights.version >= 2**31:
         raise ValueError(
           f"weights have version {weights.version}; it must be < 2**31"
         )
-      if newest is not None and weights.version <= newest.version:
+      if newest is not None and weights.version <= newest:
         raise ValueError(
           f"weights have version {weights.version}; it must be greater than "
-          f"{newest.version}, which was given before"
+          f"{newest}, which was given before"
         )
       self._pending = weights
+      self._accepted, self._life = weights.version, life
       self._changed.notify_all()
 
   def pause(self) -> None:
@@ -252,7 +276,12 @@ class GenerationDriver(orchestrator.Driver):
     with self._changed:
       self._paused = True
       if threading.current_thread() is not self._thread:
-        self._changed.wait_for(lambda: not self._turning)
+        self._changed.wait_for(self._at_rest)
+
+  def _at_rest(self) -> bool:
+    """Whether nothing runs that the loop's thread will see to by itself."""
+    flying = self._flight and self._thread is not None and self.live
+    return not self._turning and not flying
 
   def resume(self) -> None:
     """Goes on after `pause`."""
@@ -316,10 +345,10 @@ class GenerationDriver(orchestrator.Driver):
     return None if weights is None else weights.version
 
   @property
-  def given_version(self) -> int | None:
-    """Of the weights given last, in service or about to be."""
-    weights = self._pending or self._weights
-    return None if weights is None else weights.version
+  def accepted(self) -> tuple[str, int | None]:
+    """Life and version of the weights that the next request surely meets."""
+    with self._changed:
+      return self._life, self._accepted
 
   @property
   def free_slots(self) -> int:
@@ -352,6 +381,8 @@ class GenerationDriver(orchestrator.Driver):
 
   def _ready(self) -> bool:
     """Whether a turn would do something."""
+    if self._flight is not None:
+      return True
     weights = self._pending or self._weights
     work = (
       self._cancelled
@@ -366,28 +397,43 @@ class GenerationDriver(orchestrator.Driver):
       if not self._ready():
         return False
       self._turning = True
-      freed = self._collect_cancelled()
-      weights = self._collect_weights()
-      interrupted = self._interrupt() if weights else []
-      admitted = self._collect_waiting(weights)
+      landing = self._lands_first()
     try:
-      if freed:
-        self._state = self.engine.release(self._state, freed)
-      if weights is not None:
-        self._swap(weights, interrupted)
-      if admitted:
-        with self._timeline.during("prefill"):
-          self._admit(admitted)
-        self._timeline.sums.prompts += len(admitted)
-        shared = sum(admission.shared for admission in admitted)
-        self._timeline.sums.shared_tokens += shared
-      if not self._table.empty:
-        self._dispatch()
+      if landing:
+        self._land()
+      if not self._paused:
+        self._go_on()
     finally:
       with self._changed:
         self._turning = False
         self._changed.notify_all()
     return True
+
+  def _lands_first(self) -> bool:
+    """Whether the last dispatch must be read before the batch changes."""
+    if self._flight is None:
+      return False
+    ending = self._table.ending(self.engine.config.steps_per_dispatch)
+    refill = ending > 0 and bool(self._waiting)
+    all_end = ending == len(self._table.running)
+    return self._paused or self._pending is not None or refill or all_end
+
+  def _go_on(self) -> None:
+    """Changes the batch, and dispatches."""
+    began = self._timeline.now()
+    with self._changed:
+      freed = self._collect_cancelled()
+      weights = self._collect_weights()
+      interrupted = self._interrupt() if weights else []
+      admitted = self._collect_waiting(weights)
+    if freed:
+      self._state = self.engine.release(self._state, freed)
+    if weights is not None:
+      self._swap(weights, interrupted)
+    if admitted:
+      self._start(admitted)
+    if not self._table.empty:
+      self._dispatch(began)
 
   def _collect_cancelled(self) -> list[int]:
     """Frees the slots of cancelled requests."""
@@ -402,6 +448,8 @@ class GenerationDriver(orchestrator.Driver):
 
   def _collect_weights(self) -> VersionedParams | None:
     """Weights whose time has come."""
+    if self._flight is not None:  # They came just now.
+      return None
     if self._interruption == "drain" and not self._table.empty:
       return None
     weights, self._pending = self._pending, None
@@ -440,19 +488,50 @@ class GenerationDriver(orchestrator.Driver):
           len(admission.missing) for admission in interrupted
         )
 
+  def _start(self, admitted: list[Admission]) -> None:
+    """Puts new requests to work."""
+    if self._ahead:
+      self._admit(admitted)
+    else:
+      with self._timeline.during("prefill"):
+        self._admit(admitted)
+    self._timeline.sums.prompts += len(admitted)
+    shared = sum(admission.shared for admission in admitted)
+    self._timeline.sums.shared_tokens += shared
+
   def _admit(self, admissions: list[Admission]) -> None:
     """Prefills sequences into their slots."""
     assert self._weights is not None
     self._state = self.engine.admit(self._weights, self._state, admissions)
-    jax.block_until_ready(self._state)
+    sums = self._timeline.sums
+    sums.missing_tokens += sum(len(one.missing) for one in admissions)
+    sums.prefilled_tokens = self.engine.prefilled_tokens
+    if not self._ahead:
+      jax.block_until_ready(self._state)
 
-  def _dispatch(self) -> None:
+  @property
+  def _ahead(self) -> bool:
+    return self.engine.config.dispatch_ahead
+
+  def _dispatch(self, began: float) -> None:
     """Samples, and hands over the last dispatch's completions meanwhile."""
     assert self._weights is not None
-    with self._timeline.during("generate"):
-      self._state, result = self.engine.generate(self._weights, self._state)
-      self._outbox.deliver()
-      result = result.convert_to_numpy()
+    tenants = self._table.tenants
+    self._state, result = self.engine.generate(self._weights, self._state)
+    if self._flight is not None:
+      self._land()
+    self._flight = Flight(result, tenants, began)
+    self._outbox.deliver()
+    if not self._ahead:
+      self._land()
+
+  def _land(self) -> None:
+    """Waits for the dispatch under way, and records it."""
+    assert self._flight is not None
+    flight, self._flight = self._flight, None
+    result = flight.result.convert_to_numpy()
+    self._timeline.ended("generate", flight.began)
+    result = self._table.kept(result, flight.tenants)
     self._timeline.sums.tokens += self._table.record(result)
     with self._changed:
       ended = self._table.ended(result)
@@ -475,6 +554,7 @@ class GenerationDriver(orchestrator.Driver):
       with self._changed:
         self.live = False
         self.failure = error
+        self._changed.notify_all()
       self._fail_open("the generation driver failed", error)
       if self._on_failure is not None:
         self._on_failure(error)

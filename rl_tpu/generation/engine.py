@@ -6,8 +6,9 @@ the decode state donated. Parameters are always a `types.VersionedParams`, and
 every result is stamped with the version of the weights that this dispatch was
 given: reading it later, at delivery, would name the wrong one.
 
-Shapes are few: one program per (prefill bucket, batch of sequences) and one
-for decoding; `warm_up` compiles them all.
+Shapes are few: one program per (prefill bucket, number of rows) and one for
+decoding, and as many again where prefixes are shared; `warm_up` compiles them
+all.
 
 `serve` is the one place where the learner's weights become those that the
 engine computes with: in its layout, and with the mismatch that is asked for.
@@ -31,6 +32,7 @@ from flax import struct
 
 from rl_tpu import sharding
 from rl_tpu.generation import decoding
+from rl_tpu.generation import prefill as prefills
 from rl_tpu.generation.decoding import Admission, DecodeState
 from rl_tpu.generation.jetstream import engine_api
 from rl_tpu.models import quantization, transformer
@@ -49,11 +51,22 @@ class Config:
   """Lengths that prompts are padded to, ascending. The last one limits the
   prompt; it must reach context_length for interrupted sequences to go on."""
   prefill_batches: tuple[int, ...] = (1, 8, 32)
-  """Numbers of sequences inserted together, ascending; each is a program for
-  each bucket. Rounded up to what the mesh's data axes divide."""
+  """Numbers of rows prefilled together, ascending; each is a program for each
+  bucket. Rounded up to what the mesh's data axes divide."""
+  prompts_per_row: int = 1
+  """Most sequences that one row of a prefill holds, >= 1; with 1 each is padded
+  by itself, with more they are packed into the rows that need fewest tokens.
+  Those that share a prefix keep rows of their own."""
   steps_per_dispatch: int = 2
   """Decode steps of one call, >= 1. More spare host time; but new weights,
   cancellations and free slots wait for the end of a dispatch."""
+  dispatch_ahead: bool = False
+  """Enqueues the next prefill and dispatch before the last one's result is
+  read, so that devices do not wait for the host; unless that result surely
+  frees a slot that a request waits for. Tokens and versions are the same. An
+  answer that ends by a stop id leaves its slot unused for one dispatch more,
+  which costs more than the host's share of a dispatch where answers take few
+  dispatches. The time of prefills counts as that of their dispatch."""
   max_stop_ids: int = 4
   """Most stop ids of one request, >= 1."""
   behavior_top_k: int = 0
@@ -76,6 +89,7 @@ class Config:
     for name, least in (
       ("slots", 1),
       ("context_length", 2),
+      ("prompts_per_row", 1),
       ("steps_per_dispatch", 1),
       ("max_stop_ids", 1),
       ("behavior_top_k", 0),
@@ -166,7 +180,7 @@ def _programs(
     given = dataclasses.replace(policy, stacks=1).param_shardings(mesh)
 
   def serve(params, noise):
-    return policy.split(
+    return policy.served(
       quantization.snap_weights(params, config.mismatch, noise)
     )
 
@@ -175,6 +189,8 @@ def _programs(
     return policy.prefill(params, tokens)
 
   def admit(params, state, packed):
+    if config.prompts_per_row > 1:
+      return prefills.insert(policy, params, state, packed)
     return decoding.insert(state, prefill(params, packed), packed)
 
   def extend(params, state, packed):
@@ -275,7 +291,9 @@ class PolicyEngine(engine_api.Engine):
     self._batches = sorted(
       {-(-min(n, config.slots) // ways) * ways for n in config.prefill_batches}
     )
-    self._splits = decoding.cheapest_splits(config.slots, self._batches)
+    self._splits = prefills.cheapest_splits(config.slots, self._batches)
+    self.prefilled_tokens = 0
+    """Tokens that `admit` had computed, padding included."""
 
   # What JetStream asks of an engine.
 
@@ -322,7 +340,7 @@ class PolicyEngine(engine_api.Engine):
     budget = min(request.sampling.max_tokens, room)
     one = Admission(slot=0, tokens=tokens, budget=budget, request=request)
     bucket = self.config.bucket(true_length)
-    packed = self._pack([one], bucket, self._batches[0])
+    packed = self._pack_each([[one]], bucket, self._batches[0])
     with jax.set_mesh(self._mesh):
       cache = self._programs.prefill(params.params, packed)
     return Prefix(cache=cache, packed=packed)
@@ -430,26 +448,27 @@ class PolicyEngine(engine_api.Engine):
     state: DecodeState,
     admissions: Sequence[Admission],
   ) -> DecodeState:
-    """Prefills and inserts sequences, those of one bucket together.
+    """Prefills and inserts sequences, rows of one bucket together.
 
     Sequences that share a prefix come after all others, so that they may share
     that of one admitted in the same call, unless that one shares itself.
     Returns before the devices are done; the given state is used up.
     """
-    batches: dict[tuple[bool, int], list[Admission]] = {}
-    for admission in admissions:
-      missing, shares = len(admission.missing), admission.shared > 0
-      bucket = self.config.bucket(missing) if missing else 0
-      batches.setdefault((shares, bucket), []).append(admission)
-    with jax.set_mesh(self._mesh):
-      for (shares, bucket), members in sorted(
-        batches.items(), key=lambda item: item[0]
+    most_in_row = self.config.prompts_per_row
+    for insert, shares, most, pack in (
+      (self._programs.admit, False, most_in_row, self._pack_rows),
+      (self._programs.extend, True, 1, self._pack_each),
+    ):
+      members = [one for one in admissions if (one.shared > 0) == shares]
+      lengths = [len(one.missing) for one in members]
+      buckets = (0, *self.config.prefill_buckets)
+      for bucket, size, rows in prefills.batches(
+        lengths, buckets, most, self._splits
       ):
-        insert = self._programs.extend if shares else self._programs.admit
-        for rows in self._splits[len(members)]:
-          packed = self._pack(members[:rows], bucket, rows)
+        packed = pack([[members[i] for i in row] for row in rows], bucket, size)
+        with jax.set_mesh(self._mesh):
           state = insert(params.params, state, packed)
-          members = members[rows:]
+        self.prefilled_tokens += bucket * size
     return state
 
   def release(self, state: DecodeState, slots: Sequence[int]) -> DecodeState:
@@ -461,13 +480,13 @@ class PolicyEngine(engine_api.Engine):
 
   def warm_up(self, params: VersionedParams, state: DecodeState) -> DecodeState:
     """Compiles every program by running it without a sequence."""
-    programs = [(self._programs.admit, self.config.prefill_buckets)]
+    buckets = self.config.prefill_buckets
+    programs = [(self._programs.admit, self._pack_rows, buckets)]
     if self.config.shares_prefixes:
-      buckets = (0, *self.config.prefill_buckets)
-      programs.append((self._programs.extend, buckets))
-    for insert, buckets in programs:
-      for bucket, rows in itertools.product(buckets, self._batches):
-        packed = self._pack([], bucket, rows)
+      programs.append((self._programs.extend, self._pack_each, (0, *buckets)))
+    for insert, pack, lengths in programs:
+      for bucket, size in itertools.product(lengths, self._batches):
+        packed = pack([], bucket, size)
         with jax.set_mesh(self._mesh):
           state = insert(params.params, state, packed)
     state, _ = self.generate(params, self.release(state, []))
@@ -475,7 +494,7 @@ class PolicyEngine(engine_api.Engine):
 
   @property
   def batches(self) -> tuple[int, ...]:
-    """Numbers of sequences that are prefilled together, ascending."""
+    """Numbers of rows that are prefilled together, ascending."""
     return tuple(self._batches)
 
   def abstract_arguments(self) -> tuple[Any, DecodeState]:
@@ -491,7 +510,8 @@ class PolicyEngine(engine_api.Engine):
     Nothing is allocated: the mesh may be one of described devices.
     """
     params, state = self.abstract_arguments()
-    packed = self._pack([], self.config.prefill_buckets[-1], self._batches[-1])
+    bucket, size = self.config.prefill_buckets[-1], self._batches[-1]
+    packed = self._pack_rows([], bucket, size)
     with jax.set_mesh(self._mesh):
       return {
         "prefill": self._programs.admit.trace(params, state, packed),
@@ -569,12 +589,28 @@ class PolicyEngine(engine_api.Engine):
 
     jax.tree_util.tree_map_with_path(check, params, self._weights)
 
-  def _pack(
-    self, admissions: Sequence[Admission], bucket: int, rows: int
+  def _pack_rows(
+    self, rows: Sequence[Sequence[Admission]], bucket: int, size: int
+  ) -> prefills.Packed | np.ndarray:
+    """What `admit` takes: `size` rows of a bucket, the first of them given."""
+    if self.config.prompts_per_row == 1:
+      return self._pack_each(rows, bucket, size)
+    return prefills.pack(
+      rows,
+      size=size,
+      bucket=bucket,
+      most_in_row=self.config.prompts_per_row,
+      slots=self.config.slots,
+      max_stop_ids=self.config.max_stop_ids,
+    )
+
+  def _pack_each(
+    self, rows: Sequence[Sequence[Admission]], bucket: int, size: int
   ) -> np.ndarray:
+    """The same with one sequence in each row, as `extend` takes them."""
     return decoding.pack(
-      admissions,
-      rows=rows,
+      [one for (one,) in rows],
+      rows=size,
       bucket=bucket,
       slots=self.config.slots,
       max_stop_ids=self.config.max_stop_ids,

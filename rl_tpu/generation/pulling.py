@@ -33,9 +33,15 @@ class Intake:
     return {**self._sums, "abandoned_shards": self._puller.abandoned}
 
   async def pull(
-    self, addresses: Sequence[str], version: int, timeout_seconds: float
+    self,
+    addresses: Sequence[str],
+    version: int,
+    life: str,
+    timeout_seconds: float,
   ) -> dict[str, Any]:
     """Puts this version or a newer one into service, unless one was given.
+
+    What another life gave does not count (see `GenerationDriver.update`).
 
     Returns:
       `version` that was given last, `bytes` and `seconds` of the pull.
@@ -43,8 +49,8 @@ class Intake:
     Raises:
       Refused: it failed; says at which process or tensor.
     """
-    given = self._driver.given_version
-    if given is not None and given >= version:
+    theirs, given = self._driver.accepted
+    if theirs == life and given is not None and given >= version:
       return {"version": given, "bytes": 0, "seconds": 0.0}
     try:
       weights, moved = await asyncio.to_thread(
@@ -55,7 +61,7 @@ class Intake:
         version,
         timeout_seconds,
       )
-      self._driver.update(weights)
+      self._driver.update(weights, life)
     except (OSError, ValueError, RuntimeError) as error:
       self._sums["failed"] += 1
       raise Refused(_status(error), str(error)) from error

@@ -15,6 +15,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from jaxtyping import Bool, Int
 
 from rl_tpu.generation import decoding
 from rl_tpu.generation.jetstream import ReturnSample, orchestrator
@@ -82,9 +83,11 @@ class SlotTable:
     self._current = np.zeros(slots, bool)
     self._shareable = np.zeros(slots, np.int64)
     self._owners: list[OpenRequest | None] = [None] * slots
-    self._occupied = np.zeros(slots, bool)
+    self._tenants = np.zeros(slots, np.int64)
+    self._placed = 0
     self._prompt_length = np.zeros(slots, np.int64)
     self._length = np.zeros(slots, np.int64)
+    self._limit = np.zeros(slots, np.int64)
     self._tokens = np.zeros((slots, context_length), np.int32)
     self._logp = np.zeros((slots, context_length), np.float32)
     self._version = np.zeros((slots, context_length), np.int32)
@@ -102,6 +105,32 @@ class SlotTable:
   def empty(self) -> bool:
     """Whether no slot is held."""
     return not self._occupied.any()
+
+  @property
+  def tenants(self) -> Int[np.ndarray, " S"]:
+    """A number for each request that holds a slot, never used again; else 0."""
+    return self._tenants.copy()
+
+  @property
+  def _occupied(self) -> Bool[np.ndarray, " S"]:
+    return self._tenants > 0
+
+  def ending(self, steps: int) -> int:
+    """How many held sequences `steps` more tokens end for certain."""
+    return int(np.sum(self._occupied & (self._limit - self._length <= steps)))
+
+  def kept(
+    self, result: decoding.Result, tenants: Int[np.ndarray, " S"]
+  ) -> decoding.Result:
+    """A dispatch's result without what it sampled for those who left.
+
+    `tenants` are those that it began with.
+    """
+    same = self._tenants == tenants
+    if same.all():
+      return result
+    data = np.where(same[:, None], np.asarray(result.data), 0)
+    return dataclasses.replace(result, data=data)
 
   @property
   def free_slots(self) -> int:
@@ -168,9 +197,11 @@ class SlotTable:
     prompt = opened.request.tokens
     opened.slot = slot
     self._owners[slot] = opened
-    self._occupied[slot] = True
+    self._placed += 1
+    self._tenants[slot] = self._placed
     self._tokens[slot, : len(prompt)] = prompt
     self._prompt_length[slot] = self._length[slot] = len(prompt)
+    self._limit[slot] = len(prompt) + opened.max_tokens
 
   def holds(self, opened: OpenRequest) -> bool:
     """Whether the request has a slot."""
@@ -180,7 +211,7 @@ class SlotTable:
     """Takes the request's slot back and returns it."""
     assert self.holds(opened), f"{opened} has no slot"
     self._owners[opened.slot] = None
-    self._occupied[opened.slot] = False
+    self._tenants[opened.slot] = 0
     self._free[opened.slot] = None
     return opened.slot
 
@@ -188,11 +219,10 @@ class SlotTable:
     self, opened: OpenRequest, source: int, shared: int
   ) -> decoding.Admission:
     slot = opened.slot
-    sampled = self._length[slot] - self._prompt_length[slot]
     return decoding.Admission(
       slot=slot,
       tokens=self._tokens[slot, : self._length[slot]],
-      budget=opened.max_tokens - int(sampled),
+      budget=int(self._limit[slot] - self._length[slot]),
       request=opened.request,
       source=source,
       shared=shared,
@@ -238,10 +268,12 @@ class SlotTable:
     for opened in wanting:
       slot = opened.slot
       count = counts[slot]
+      if not count:
+        continue
       if opened.client is None:
         sampled = tokens[slot, :count].tolist()
         opened.enqueue_samples([ReturnSample(text=[], token_ids=sampled)])
-      elif count:
+      else:
         chunk = Chunk(
           tokens=tokens[slot, :count],
           logp=logp[slot, :count],

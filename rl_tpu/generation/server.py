@@ -102,7 +102,7 @@ class Config:
   """Largest message accepted, >= 1024; a larger one ends its call."""
   max_unsent_bytes: int | None = None
   """Answers that may wait for one client to read them; None: twice what all
-  slots can hold."""
+  slots can hold, in chunks of one token."""
   grace_seconds: float = 30.0
   """For requests to end after SIGTERM, >= 0; the rest then fail."""
 
@@ -147,7 +147,7 @@ def admin_token(
     ValueError: it is too short or not plain text; or other machines reach the
       address, and there is neither a token nor client certificates.
   """
-  token = _secret("token_file", config, TOKEN_VARIABLE, environment)
+  token = secret("token_file", config.token_file, TOKEN_VARIABLE, environment)
   if token is None and not (config.local or config.tls_client_ca):
     raise ValueError(
       f"host is {config.host!r}, which other machines reach; set token_file or "
@@ -171,34 +171,40 @@ def api_key(
   Raises:
     ValueError: it is too short or not plain text.
   """
-  key = _secret("api_key_file", config, KEY_VARIABLE, environment)
+  key = secret("api_key_file", config.api_key_file, KEY_VARIABLE, environment)
   if key is None and not config.local:
     return token
   return key
 
 
-def _secret(
-  field: str, config: Config, variable: str, environment: Mapping[str, str]
+def secret(
+  field: str,
+  file: str | None,
+  variable: str,
+  environment: Mapping[str, str] = os.environ,
 ) -> str | None:
-  """What the file of a config's field holds, or else a variable."""
-  secret, source = environment.get(variable), variable
-  file = getattr(config, field)
+  """What the file that a config's field names holds, or else a variable.
+
+  Raises:
+    ValueError: it cannot be read, is too short or not plain text.
+  """
+  found, source = environment.get(variable), variable
   if file is not None:
     source = f"{field} {file}"
     try:
-      secret = pathlib.Path(file).read_text().strip()
+      found = pathlib.Path(file).read_text().strip()
     except OSError as error:
       raise ValueError(f"{source} cannot be read: {error}") from error
-  if secret is None:
+  if found is None:
     return None
-  if len(secret) < _SHORTEST_SECRET or not (
-    secret.isascii() and secret.isprintable()
+  if len(found) < _SHORTEST_SECRET or not (
+    found.isascii() and found.isprintable()
   ):
     raise ValueError(
       f"{source} must hold at least {_SHORTEST_SECRET} printable ASCII "
       "characters"
     )
-  return secret
+  return found
 
 
 class GenerationServer:
@@ -292,7 +298,8 @@ class GenerationServer:
     if self.config.max_unsent_bytes is not None:
       return self.config.max_unsent_bytes
     engine = self.driver.engine.config
-    token = 8 * (1 + engine.behavior_top_k)
+    # Streams may come a token at a time.
+    token = wire.CHUNK_BYTES + 8 * (1 + engine.behavior_top_k)
     return 2 * engine.slots * engine.context_length * token
 
   # Calls.
@@ -338,14 +345,14 @@ class GenerationServer:
 
   async def _update_weights(self, data: bytes) -> bytes:
     """Weights are loaded and checked before the driver hears of them."""
-    fields = wire.unpack_map(data, path=str, version=int)
+    fields = wire.unpack_map(data, path=str, version=int, life=str)
     wire.check_integers("version", [fields["version"]], 0, 2**31)
     async with self._loading:
       try:
         weights = await asyncio.to_thread(
           policies.load, self.driver.engine, fields["path"], fields["version"]
         )
-        self.driver.update(weights)
+        self.driver.update(weights, fields["life"])
       except (OSError, ValueError) as error:
         raise Refused("INVALID_ARGUMENT", str(error)) from error
       except RuntimeError as error:
@@ -353,8 +360,8 @@ class GenerationServer:
     return wire.pack_map()
 
   async def _pull_weights(self, data: bytes) -> bytes:
-    kinds = {"version": int, "addresses": list, "timeout_seconds": float}
-    fields = wire.unpack_map(data, **kinds)
+    kinds = {"version": int, "addresses": list, "life": str}
+    fields = wire.unpack_map(data, **kinds, timeout_seconds=float)
     wire.check_integers("version", [fields["version"]], 0, 2**31)
     addresses = fields["addresses"]
     if not addresses or any(type(one) is not str for one in addresses):
@@ -364,7 +371,10 @@ class GenerationServer:
     async with self._loading:
       return wire.pack_map(
         **await self._intake.pull(
-          addresses, fields["version"], fields["timeout_seconds"]
+          addresses,
+          fields["version"],
+          fields["life"],
+          fields["timeout_seconds"],
         )
       )
 
@@ -384,9 +394,11 @@ class GenerationServer:
     self, data: bytes, context: grpc.aio.ServicerContext
   ) -> bytes:
     driver, engine = self.driver, self.driver.engine
+    life, accepted = driver.accepted
     return wire.pack_map(
       version=driver.version,
-      given_version=driver.given_version,
+      accepted_version=accepted,
+      life=life,
       slots=engine.config.slots,
       free_slots=driver.free_slots,
       waiting=driver.waiting,

@@ -27,6 +27,10 @@ class Counters:
   """Requests prefilled, not counting interrupted ones."""
   shared_tokens: int = 0
   """Of their tokens, those whose keys and values another slot had already."""
+  missing_tokens: int = 0
+  """Tokens that prefills were asked for, interrupted sequences' too."""
+  prefilled_tokens: int = 0
+  """Tokens that they computed, padding included."""
   completions: int = 0
   """Requests that ended by themselves."""
   cancellations: int = 0
@@ -43,21 +47,55 @@ class Counters:
   """The rest."""
 
 
+@dataclasses.dataclass(kw_only=True)
+class FleetCounters:
+  """Sums since a fleet of generators was made, as its client sees them."""
+
+  tokens: int = 0
+  """Tokens that arrived."""
+  completions: int = 0
+  """Requests answered to their end."""
+  retries: int = 0
+  """Times that a request was sent again, because its generator failed or had
+  too many."""
+  moved: int = 0
+  """Of these, those that went on from tokens that they had."""
+  restarts: int = 0
+  """Of these, those that began anew: no prefill bucket held their tokens."""
+  openings: int = 0
+  """Times that a circuit opened."""
+  publishes: int = 0
+  """Weights taken, over all generators."""
+  failed_publishes: int = 0
+  """Weights not taken, over all generators; each is tried again."""
+  publish_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+  """How long each generator took for the last weights that it took."""
+
+
 class Timeline:
   """Counts and times; written by one thread, read by any."""
 
   def __init__(self, clock: Callable[[], float]):
     self.sums = Counters()
     self._clock = clock
-    self._began = clock()
+    self._began = self._busy_until = clock()
     self._events = collections.deque[Event](maxlen=_MOST_EVENTS)
 
   @contextlib.contextmanager
   def during(self, kind: Kind) -> Iterator[None]:
     """Records the time until the block ends; a failed block leaves none."""
-    start = self._clock()
+    start = self.now()
     yield
-    end = self._clock()
+    self.ended(kind, start)
+
+  def now(self) -> float:
+    """Seconds of the clock."""
+    return self._clock()
+
+  def ended(self, kind: Kind, start: float) -> None:
+    """Records the time since `start` that no other event has."""
+    start, end = max(start, self._busy_until), self._clock()
+    self._busy_until = end
     self._events.append((start, end, kind))
     self.sums.busy_seconds += end - start
 

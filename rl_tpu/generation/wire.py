@@ -31,6 +31,9 @@ from rl_tpu.messages import (
 )
 from rl_tpu.types import STOP_REASONS, Chunk, Completion, Request, Sampling
 
+CHUNK_BYTES = 32
+"""What a chunk takes beside its tokens, about."""
+
 MAX_MESSAGE_BYTES = 4 * 2**20
 """Messages are kept to about this size where they can be split."""
 
@@ -189,10 +192,33 @@ def join(chunks: Sequence[Chunk]) -> Completion:
   )
 
 
+def remainder(request: Request, chunks: Sequence[Chunk]) -> Request | None:
+  """What of a request is still to be sampled; None if nothing is.
+
+  The next token stands where it would have stood, so its key is the same.
+  """
+  if not chunks:
+    return request
+  count = sum(len(chunk.tokens) for chunk in chunks)
+  sampling = request.sampling
+  left = sampling.max_tokens - count
+  if chunks[-1].stop_reason is not None or left < 1:
+    return None
+  return dataclasses.replace(
+    request,
+    tokens=np.concatenate([request.tokens, *(c.tokens for c in chunks)]),
+    sampling=dataclasses.replace(
+      sampling,
+      max_tokens=left,
+      min_tokens=max(0, sampling.min_tokens - count),
+    ),
+  )
+
+
 def size(chunk: Chunk) -> int:
   """Bytes of a chunk in a message, to within a few."""
   head = 0 if chunk.topk_ids is None else chunk.topk_ids.shape[1]
-  return 32 + 8 * (1 + head) * len(chunk.tokens)
+  return CHUNK_BYTES + 8 * (1 + head) * len(chunk.tokens)
 
 
 def pack_answers(answers: Sequence[tuple[int, Chunk | Failure]]) -> bytes:

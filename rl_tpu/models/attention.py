@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas.ops.tpu.splash_attention import (
   splash_attention_kernel as splash,
 )
@@ -28,6 +29,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 from jaxtyping import Array, Bool, Float, Int
 
 from rl_tpu import sharding
+from rl_tpu.models import paged
 
 _LANES = 128
 """Rows and heads that splash takes are multiples of this."""
@@ -88,7 +90,7 @@ def splash_packed(q, k, v, trajectory_ids, interpret=False):
     return jax.vmap(kernel)(q, k, v, splash.SegmentIds(q=ids, kv=ids))
 
   q = q * (1 / math.sqrt(q.shape[-1]))
-  q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+  q, k, v = (checkpoint_name(x.swapaxes(1, 2), KEPT) for x in (q, k, v))
   by_device = local
   if not jax.sharding.get_abstract_mesh().empty:
     by_heads = sharding.partition_spec(("rows", "heads", None, None))
@@ -135,20 +137,28 @@ def extended(
 
 def as_cache(
   keys: Float[Array, "*L S C K h"], values: Float[Array, "*L S C K h"]
-) -> tuple[Float[Array, "*L S K h C"], Float[Array, "*L S K C h"]]:
+) -> tuple[Float[Array, "*L S K _ _"], Float[Array, "*L S K C h"]]:
   """Keys and values as they lie in a decode cache.
 
-  Each head's then is one matrix, in the order in which its product with one
-  token reads it: several times faster than strided on CPUs.
+  Each head's then is one matrix: keys [h, C], in the order in which their
+  product with one token reads them, several times faster than strided on CPUs.
+  In a paged cache they are [C, h] like values.
   """
-  return jnp.moveaxis(keys, -3, -1), jnp.moveaxis(values, -3, -2)
+  values = jnp.moveaxis(values, -3, -2)
+  if paged.suits(keys.shape[-1], keys.dtype):
+    return jnp.moveaxis(keys, -3, -2), values
+  return jnp.moveaxis(keys, -3, -1), values
 
 
 def from_cache(
-  keys: Float[Array, "*L S K h C"], values: Float[Array, "*L S K C h"]
+  keys: Float[Array, "*L S K _ _"], values: Float[Array, "*L S K C h"]
 ) -> tuple[Float[Array, "*L S C K h"], Float[Array, "*L S C K h"]]:
   """The inverse of `as_cache`."""
-  return jnp.moveaxis(keys, -1, -3), jnp.moveaxis(values, -2, -3)
+  if paged.suits(values.shape[-1], values.dtype):
+    keys = jnp.moveaxis(keys, -2, -3)
+  else:
+    keys = jnp.moveaxis(keys, -1, -3)
+  return keys, jnp.moveaxis(values, -2, -3)
 
 
 def one_token(

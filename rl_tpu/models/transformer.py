@@ -25,10 +25,11 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from rl_tpu import sharding
-from rl_tpu.models import attention, moe, quantization
+from rl_tpu.models import attention, moe, paged, quantization
 from rl_tpu.models.rotary import Scaling, rotary
 
 Params = dict[str, Any]
@@ -77,11 +78,12 @@ class Config:
   tied: bool = True
   """The head is the transposed embedding."""
   compute_dtype: str = "float32"
-  """Of activations: float32 or bfloat16. Weights and logits are float32."""
+  """Of activations: float32 or bfloat16. The learner's weights, and logits, are
+  float32; a generator holds weights as they are computed with."""
   remat: Literal["none", "dots", "full"] = "none"
   """What the backward pass of a layer computes again: nothing, all but products
-  with weights and attention's kernel, or all; each holds less memory than the
-  one before."""
+  with weights, sums of norms and attention's kernel, or all; each holds less
+  memory than the one before."""
 
   def __post_init__(self):
     for field in dataclasses.fields(self):
@@ -186,12 +188,11 @@ def _bias(*shape: int):
   return nnx.Param(jnp.zeros(shape), logical_axes=(None,) * len(shape))
 
 
+_SUMS = "sums"
+"""Name of what products with weights and the sums of norms give."""
 _SAVED = {
   "none": None,
-  "dots": jax.checkpoint_policies.save_from_both_policies(
-    jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    jax.checkpoint_policies.save_only_these_names(attention.KEPT),
-  ),
+  "dots": jax.checkpoint_policies.save_only_these_names(_SUMS, attention.KEPT),
   "full": jax.checkpoint_policies.nothing_saveable,
 }
 """By `Config.remat`, what a layer keeps for its backward pass."""
@@ -208,6 +209,7 @@ class RMSNorm(nnx.Module):
     """Normalises the last axis."""
     wide = x.astype(jnp.float32)
     mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+    mean_square = checkpoint_name(mean_square, _SUMS)
     normed = wide * jax.lax.rsqrt(mean_square + self.eps)
     return (normed * self.scale[...]).astype(x.dtype)
 
@@ -253,11 +255,14 @@ class Attention(nnx.Module):
     q = rotary(q, positions, self.config.rope_theta, self.config.rope_scaling)
     k = rotary(k, positions, self.config.rope_theta, self.config.rope_scaling)
     mixed, keys_values = attend(q, k, v)
-    return self._project("out", "...nh,nhd->...d", mixed), keys_values
+    # Names of summed axes ascend with their place in memory: einsum sums over
+    # them by name, and in another order each step would transpose the weight.
+    return self._project("out", "...gh,ghd->...d", mixed), keys_values
 
   def _project(self, name: str, equation: str, x: jax.Array) -> jax.Array:
     """Applies a weight, and its bias if it has one."""
     y = jnp.einsum(equation, x, getattr(self, name)[...].astype(x.dtype))
+    y = checkpoint_name(y, _SUMS)
     bias = getattr(self, f"{name}_bias", None)
     return y if bias is None else y + bias[...].astype(x.dtype)
 
@@ -275,9 +280,11 @@ class FeedForward(nnx.Module):
     self, x: Float[Array, "... D"]
   ) -> tuple[Float[Array, "... D"], None]:
     """Acts on each token by itself."""
-    gate = jax.nn.silu(x @ self.gate[...].astype(x.dtype))
-    up = x @ self.up[...].astype(x.dtype)
-    return (gate * up) @ self.down[...].astype(x.dtype), None
+    gate, up = (
+      checkpoint_name(x @ weight[...].astype(x.dtype), _SUMS)
+      for weight in (self.gate, self.up)
+    )
+    return (jax.nn.silu(gate) * up) @ self.down[...].astype(x.dtype), None
 
 
 class Block(nnx.Module):
@@ -295,11 +302,43 @@ class Block(nnx.Module):
     Returns keys, values and routing (None without experts) beside it.
     """
     mixed, keys_values = self.attention(
-      self.attention_norm(x), positions, attend
+      _whole(self.attention_norm(x)), positions, attend
     )
-    x = x + mixed
-    y, routing = self.feed_forward(self.feed_forward_norm(x))
-    return x + y, (keys_values, routing)
+    x = _by_tokens(x + _scattered(mixed))
+    y, routing = self.feed_forward(_whole(self.feed_forward_norm(x)))
+    return _by_tokens(x + _scattered(y)), (keys_values, routing)
+
+
+def _by_tokens(x: jax.Array) -> jax.Array:
+  """Splits the residual stream by tokens among the devices that split heads.
+
+  Each then normalises and adds its own tokens, where all of them would do so
+  for every token; a layer's sums over these devices become as many bytes of
+  scattered sums and gathers (Korthikanti et al. 2022).
+  """
+  if x.ndim < 3 or not sharding.splits(x.shape[1], "tokens"):
+    return x
+  return sharding.constrain(x, "rows", "tokens", None)
+
+
+def _whole(x: jax.Array) -> jax.Array:
+  """All tokens, for products with weights; undoes `_by_tokens`."""
+  if x.ndim < 3 or not sharding.splits(x.shape[1], "tokens"):
+    return x
+  return sharding.constrain(x, "rows", None, None)
+
+
+@jax.custom_vjp
+def _scattered(x: jax.Array) -> jax.Array:
+  """`_by_tokens` of a product with weights, its gradient `_whole`.
+
+  Left to itself the compiler may keep that gradient split, and then sums the
+  gradient of the weights over these devices too.
+  """
+  return _by_tokens(x)
+
+
+_scattered.defvjp(lambda x: (_by_tokens(x), None), lambda _, g: (_whole(g),))
 
 
 def _feed_forward(config: Config, rngs: nnx.Rngs):
@@ -381,6 +420,19 @@ class Policy:
     ]
     return {**params, "layers": parts}
 
+  def served(self, params: Params) -> Params:
+    """The weights as a generator holds them, given the learner's.
+
+    In this policy's stacks, and rounded now to what each product would round
+    them to; norms and routers compute in float32.
+    """
+
+    def narrow(path, weight):
+      wide = path[-1].key in ("scale", "router")
+      return weight if wide else weight.astype(self.config.compute_dtype)
+
+    return self.split(jax.tree_util.tree_map_with_path(narrow, params))
+
   def abstract_params(self) -> Params:
     """Shapes and dtypes of the weights."""
     whole = nnx.to_pure_dict(_abstract(Transformer, self.config)[1])
@@ -440,7 +492,7 @@ class Policy:
     x = self._embed(params, tokens, "rows")
     x, _, routing = self._layers(params, x, positions, attend)
     routing = jax.tree.map(lambda *stacks: jnp.concatenate(stacks), *routing)
-    return self._final_norm(params, x), routing
+    return _whole(self._final_norm(params, x)), routing
 
   def logits(
     self, params: Params, hidden: Float[Array, "... D"]
@@ -453,13 +505,21 @@ class Policy:
       preferred_element_type=jnp.float32,
     )
 
-  def prefill(self, params: Params, tokens: Int[Array, "S T"]) -> Stacks:
-    """Keys and values, [l, S, T, K, h], of one sequence a row, right-padded.
+  def prefill(
+    self,
+    params: Params,
+    tokens: Int[Array, "S T"],
+    positions: Int[Array, "S T"] | None = None,
+    ids: Int[Array, "S T"] | None = None,
+  ) -> Stacks:
+    """Keys and values, [l, S, T, K, h], of right-padded rows.
 
-    Entries past a sequence's length are meaningless and must stay masked.
+    Positions and ids are those of packed rows; without them a row is one
+    sequence. Entries of padding are meaningless and must stay masked.
     """
-    ids = jnp.zeros_like(tokens)
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    if positions is None or ids is None:
+      ids = jnp.zeros_like(tokens)
+      positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
 
     def attend(_, q, k, v):
       return attention.packed(q, k, v, ids)
@@ -514,6 +574,41 @@ class Policy:
     x, new, _ = self._layers(params, x, positions, attend, by_stack)
     return self.logits(params, self._final_norm(params, x)), new
 
+  def decode_paged(
+    self,
+    params: Params,
+    tokens: Int[Array, " S"],
+    positions: Int[Array, " S"],
+    cache: Stacks,
+  ) -> tuple[Float[Array, "S V"], Stacks]:
+    """`decode` with a cache for `paged.attend`, which is written in place.
+
+    Keys and values are both [l, S, K, C, h]; entries before a slot's position
+    count. Cost is linear in them.
+    """
+    layers = params["layers"]
+    stacks = layers if isinstance(layers, list) else [layers]
+
+    def body(carry, layer):
+      x, held = carry
+      weights, index = layer
+
+      def attend(q, k, v):
+        k, v = (quantization.snap_cache(x, self.kv_grid) for x in (k, v))
+        keys, values = held
+        return paged.attend(q, k, v, keys, values, index, positions)
+
+      block = _with_params(Block, self.config, weights)
+      x, (held, _) = block(x, positions, attend)
+      return (x, held), None
+
+    x, written = self._embed(params, tokens, "slots"), []
+    for stack, held in zip(stacks, cache, strict=True):
+      numbers = jnp.arange(held[0].shape[0])
+      (x, held), _ = jax.lax.scan(body, (x, held), (stack, numbers))
+      written.append(held)
+    return self.logits(params, self._final_norm(params, x)), written
+
   def _embed(self, params, tokens, axis):
     x = params["embedding"][tokens].astype(self.config.compute_dtype)
     return sharding.constrain(x, axis, *(None,) * (x.ndim - 1))
@@ -530,6 +625,7 @@ class Policy:
     """
     layers = params["layers"]
     stacks = layers if isinstance(layers, list) else [layers]
+    x = _by_tokens(x)
 
     def mix(layer_cache, q, k, v):
       k, v = (quantization.snap_cache(x, self.kv_grid) for x in (k, v))

@@ -278,18 +278,24 @@ def _here(answer: dict[str, Any], version: int) -> dict[str, Any]:
 
 def _described(peer: Peer, version: int, deadline: float) -> Description:
   """What a process owns of a version, once it is published there."""
+  newest: int | None = None
   while True:
-    answer = _here(
-      peer.call(control.DESCRIBE, deadline, version=version), version
-    )
+    try:
+      answer = _here(
+        peer.call(control.DESCRIBE, deadline, version=version), version
+      )
+    except TimeoutError:
+      if newest is None:
+        raise
+      break
     if answer["state"] == control.HERE:
       return Description.unpack(answer)
-    if time.monotonic() >= deadline:
-      raise TimeoutError(
-        f"trainer process {peer.address} has not published version {version} "
-        f"in time; its newest is {answer.get('newest')}"
-      )
+    newest = messages.check_fields(answer, {"newest": int})["newest"]
     time.sleep(_AHEAD_SECONDS)
+  raise TimeoutError(
+    f"trainer process {peer.address} has not published version {version} "
+    f"in time; its newest is {newest}"
+  )
 
 
 def _plan(described: dict[Peer, Description], abstract: Any) -> list[_Plan]:

@@ -1,4 +1,5 @@
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from rl_tpu.aot import programs
 from rl_tpu.aot.estimate import Estimate, Work
 from rl_tpu.aot.programs import Compiled
 from rl_tpu.config import ConfigError
-from rl_tpu.topology import Topology
+from rl_tpu.topology import OPTIONS, Topology
 
 POD = str(pathlib.Path(__file__).with_name("pod.py"))
 MEMORY = dict.fromkeys(
@@ -57,6 +58,7 @@ def test_every_program_of_a_small_run_is_compiled_for_its_topology(cache):
     assert 0 < ideal < program["compute_seconds_estimated"]
     assert program["collective_bytes"] > 0
   assert 0 < figures["estimated_mfu"] < 1
+  assert "x paged_attention" in done.stdout
   assert done.stderr.count("compiling") == 4
 
   again = compile_pod(cache)
@@ -134,6 +136,14 @@ def test_what_cannot_be_compiled_is_refused_before_anything_is(
   assert "compiling" not in error
 
 
+def test_a_run_gives_the_compiler_the_same_options_before_its_own(monkeypatch):
+  monkeypatch.setenv("LIBTPU_INIT_ARGS", "--mine=1")
+  command_line._as_compiled()
+  *ours, mine = os.environ["LIBTPU_INIT_ARGS"].split()
+  assert mine == "--mine=1"
+  assert ours == [f"--{name}={value}" for name, value in OPTIONS.items()]
+
+
 def test_a_topology_that_no_slice_has_is_refused_by_its_name():
   with pytest.raises(ConfigError, match="topology 'v5e:3x5'"):
     programs.devices(Topology(name="v5e:3x5"))
@@ -167,6 +177,22 @@ def test_an_mfu_above_1_is_called_wrong_and_not_printed():
   assert impossible.seconds is None
   assert impossible.tokens_per_second is None
   assert "MFU above 1" in impossible.doubts[0]
+
+
+def test_what_the_compiler_allows_is_products_at_its_rate_and_kernels():
+  text = LOOPS.replace("FIRST", "0")
+  sizes = "bf16[4,256,128]{2,1,0}"
+  kernel = (
+    "  %splash_mha_fwd.1 = f32[8]{0} custom-call(%p.5), "
+    'custom_call_target="tpu_custom_call", '
+    f"operand_layout_constraints={{{sizes}}}\n  %multiply.5"
+  )
+  text = text.replace("  %multiply.5", kernel)
+  operations = {"ideal_flops": 5e9, "ideal_attention": 1e9}
+  products = 4e9 / (0.88 * 197e12)
+  attention = 2 * 4 * 256**2 * 128 * 2 / 2 / 197e12
+  found = estimate(text, **operations)
+  assert found.allowed_seconds == pytest.approx(products + attention)
 
 
 def test_a_loop_of_unknown_length_leaves_no_estimate():

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from rl_tpu.aot import flops, hlo
+from rl_tpu import topology
+from rl_tpu.aot import flops, hlo, kernels
 
 LOOPS = """\
 HloModule jit_f, is_scheduled=true, entry_computation_layout={()->f32[8]{0}}
@@ -212,3 +213,27 @@ def test_a_kernel_takes_all_blocks_that_are_not_above_the_diagonal():
   two = flops.kernel(kernel("splash_mha_fwd", batched))
   assert two is not None and two.flops == 2 * known.flops
   assert flops.kernel(kernel("another", queries)) is None
+
+
+def test_decoding_reads_every_page_and_cores_share_the_wait():
+  constraints = (
+    "s32[64]{0}, s32[128]{0}, s32[1]{0}, s32[1]{0}, f32[64,2,1,128]{3,2,1,0}, "
+    "bf16[1,3584,2048,128]{3,2,1,0}, bf16[1,3584,2048,128]{3,2,1,0}"
+  )
+  reads = hlo.Op(
+    name="paged_attention.1",
+    opcode="custom-call",
+    shape="",
+    operands=(),
+    rest=f"(), operand_layout_constraints={{{constraints}}}",
+    is_root=False,
+  )
+  one, two = topology.CHIPS["v5e"], topology.CHIPS["v5p"]
+  transfer = 128 * 2 * 2 * 2048 * 128 / kernels.SHARE
+  assert kernels.seconds(reads, one) == pytest.approx(
+    transfer / one.bandwidth + 128 * kernels.WAIT
+  )
+  assert kernels.seconds(reads, two) == pytest.approx(
+    transfer / two.bandwidth + 64 * kernels.WAIT
+  )
+  assert kernels.seconds(kernel("another", ""), one) is None

@@ -386,6 +386,18 @@ def test_of_several_updates_before_a_boundary_the_newest_is_used():
   assert driver.counters().updates == 1
 
 
+def test_versions_rise_within_a_life_and_begin_anew_with_the_next():
+  driver = make_driver(long_script())
+  for version, life in ((7, "one"), (5, "two")):
+    weights = driver.engine.load_params(long_script(), version)
+    driver.update(weights, life)
+    assert driver.accepted == (life, version)
+    (done,) = complete(driver, ask(1, max_tokens=1))
+    assert done.version.tolist() == [version]
+    with pytest.raises(ValueError, match=f"must be greater than {version}"):
+      driver.update(weights, life)
+
+
 def test_requests_wait_until_there_are_weights():
   driver = make_driver()
 

@@ -8,7 +8,7 @@ from bigram import CONFIG, ask, make_engine, one_device_mesh, script, uniform
 from tiny import INIT, POLICY, full_forward_logp
 
 from rl_tpu import sharding
-from rl_tpu.generation import decoding, engine
+from rl_tpu.generation import decoding, engine, prefill
 from rl_tpu.generation.decoding import Admission
 from rl_tpu.types import VersionedParams
 
@@ -191,7 +191,7 @@ def test_more_sequences_than_the_largest_batch_are_all_inserted(weights):
 def test_sequences_are_split_into_batches_with_few_unused_rows(
   sequences, batches
 ):
-  split = decoding.cheapest_splits(64, (1, 8, 32))[sequences]
+  split = prefill.cheapest_splits(64, (1, 8, 32))[sequences]
   assert sorted(split, reverse=True) == list(batches)
 
 

@@ -343,7 +343,7 @@ def test_the_default_limit_of_unread_answers_is_twice_all_slots():
   async def main():
     driver = policy_driver()
     async with serving(driver) as (served, _):
-      assert served.max_unsent_bytes == 2 * 4 * 24 * 8 * (1 + 5)
+      assert served.max_unsent_bytes == 2 * 4 * 24 * (32 + 8 * (1 + 5))
 
   asyncio.run(main())
 

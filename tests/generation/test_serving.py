@@ -16,7 +16,7 @@ from rl_tpu.generation import engine
 CONTEXT = 24
 
 
-def make_driver(slots, least=0, steps=2):
+def make_driver(slots, least=0, steps=2, **changes):
   config = dataclasses.replace(
     CONFIG,
     slots=slots,
@@ -25,6 +25,7 @@ def make_driver(slots, least=0, steps=2):
     prefill_batches=(8,),
     steps_per_dispatch=steps,
     min_shared_prefix=least,
+    **changes,
   )
   served = engine.PolicyEngine(POLICY, one_device_mesh(), config)
   return drivers.GenerationDriver(served)
@@ -68,9 +69,10 @@ def check(params, request, completion):
 
 
 @pytest.mark.parametrize("least", [0, 2], ids=["no sharing", "shared prefixes"])
-def test_200_requests_with_cancellations_and_updates_are_exact(least):
+@pytest.mark.parametrize("ahead", [False, True], ids=["", "dispatched ahead"])
+def test_200_requests_with_cancellations_and_updates_are_exact(least, ahead):
   """Each token under the weights of the version that it names."""
-  driver = make_driver(8, least)
+  driver = make_driver(8, least, dispatch_ahead=ahead)
   versions = {v: INIT(jax.random.key(v)) for v in range(3)}
   driver.update(driver.engine.load_params(versions[0], 0))
   wanted = random_requests(200, seed=1)
@@ -129,8 +131,8 @@ def test_64_requests_give_the_same_tokens_in_any_number_of_slots():
   wanted = random_requests(64, seed=2)
   params = INIT(jax.random.key(0))
 
-  def tokens(slots, least, steps):
-    driver = make_driver(slots, least, steps)
+  def tokens(slots, least, steps, **changes):
+    driver = make_driver(slots, least, steps, **changes)
     driver.update(driver.engine.load_params(params, 0))
 
     async def main():
@@ -145,3 +147,5 @@ def test_64_requests_give_the_same_tokens_in_any_number_of_slots():
   expected = tokens(1, 0, 1)
   for slots, least, steps in ((3, 2, 2), (8, 0, 4), (32, 2, 1)):
     assert tokens(slots, least, steps) == expected
+  changes = {"dispatch_ahead": True, "prompts_per_row": 4}
+  assert tokens(16, 2, 3, **changes) == expected

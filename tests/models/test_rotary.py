@@ -1,9 +1,11 @@
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rl_tpu import sharding
 from rl_tpu.models.rotary import Scaling, frequencies, rotary
 
 LLAMA3 = Scaling(
@@ -78,6 +80,33 @@ def test_the_attention_factor_scales_queries_and_keys_each():
     x, jnp.array([3]), 1e4, yarn(factor=1.0, attention_factor=1.25)
   )
   np.testing.assert_allclose(scaled, 1.25 * plain, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_tpus_way_to_turn_a_head_gives_the_same_numbers(dtype, monkeypatch):
+  keys = jax.random.split(jax.random.key(0), 2)
+  x, weights = (jax.random.normal(k, (2, 5, 3, 8)).astype(dtype) for k in keys)
+  positions = jnp.arange(10).reshape(2, 5) * 7
+
+  def turned(x):
+    scaling = yarn(attention_factor=1.25)
+    return rotary(x, positions, 1e4, scaling)
+
+  def both(x):
+    y, back = jax.vjp(turned, x)
+    return y, back(weights)[0]
+
+  plain = both(x)
+  monkeypatch.setattr(sharding, "on_tpu", lambda: True)
+  for one, other in zip(both(x), plain, strict=True):
+    assert one.dtype == other.dtype == dtype
+    tolerance = 1e-6 if dtype == jnp.float32 else 2e-2
+    np.testing.assert_allclose(
+      one.astype(jnp.float32),
+      other.astype(jnp.float32),
+      rtol=tolerance,
+      atol=tolerance,
+    )
 
 
 @pytest.mark.parametrize(

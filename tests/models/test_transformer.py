@@ -1,4 +1,5 @@
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -103,6 +104,25 @@ def test_cached_decode_equals_the_full_forward(kv_heads, stacks):
     np.testing.assert_allclose(own_keys, whole_keys, atol=1e-5)
 
 
+@pytest.mark.parametrize("experts", [0, 4])
+def test_a_generator_holds_weights_as_its_products_round_them(experts):
+  config = dataclasses.replace(
+    SMALL,
+    compute_dtype="bfloat16",
+    num_experts=experts,
+    experts_per_token=experts // 2,
+  )
+  policy, params = make(config)
+  held = policy.served(params)
+  for path, weight in jax.tree_util.tree_leaves_with_path(held):
+    wide = path[-1].key in ("scale", "router")
+    assert weight.dtype == (jnp.float32 if wide else jnp.bfloat16)
+  tokens = jnp.array([[5, 6, 7, 8]])
+  got = logits(policy, held, tokens, *row(4))
+  expected = logits(policy, params, tokens, *row(4))
+  np.testing.assert_array_equal(got, expected)
+
+
 def test_stacks_must_divide_the_layers():
   with pytest.raises(ValueError, match="stacks is 3; it must divide .* 2"):
     transformer.Policy(SMALL, stacks=3)
@@ -121,6 +141,45 @@ def test_a_mesh_of_2x2_computes_what_one_device_does():
   with jax.set_mesh(mesh):
     got = jax.jit(lambda p: logits(policy, p, tokens, positions, ids))(spread)
   np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
+def test_a_mesh_splits_the_residual_stream_by_tokens_if_they_divide():
+  policy, _ = make()
+  mesh = sharding.make_mesh(sharding.MeshShape(fsdp=2, tensor=2), jax.devices())
+
+  def stream(length):
+    whole = jnp.zeros((2, length), jnp.int32)
+    with jax.set_mesh(mesh):
+      program = jax.jit(
+        jax.grad(lambda p: policy.hidden(p, *[whole] * 3).sum())
+      )
+      placed = sharding.placed(
+        policy.abstract_params(), policy.param_shardings(mesh)
+      )
+      text = program.lower(placed).compile().as_text()
+    kept = (policy.config.num_layers, 1, length // 2, policy.config.d_model)
+    return f"f32[{','.join(map(str, kept))}]" in text
+
+  assert stream(12)
+  assert not stream(13)
+
+
+def products(config, length=12):
+  """Products with weights in a gradient."""
+  policy, params = make(config)
+  whole = jnp.zeros((2, length), jnp.int32)
+  loss = lambda p: policy.hidden(p, *[whole] * 3).sum()  # noqa: E731
+  text = str(jax.make_jaxpr(jax.grad(loss))(params))
+  found = re.findall(r"dot_general\[(.*?)preferred_element_type", text, re.S)
+  return sum("([], [])" in dimensions for dimensions in found)
+
+
+def test_remat_dots_computes_no_product_with_weights_again():
+  none, dots, full = (
+    products(dataclasses.replace(SMALL, remat=remat))
+    for remat in ("none", "dots", "full")
+  )
+  assert none == dots < full
 
 
 def test_rotary_scores_depend_on_distance_only():

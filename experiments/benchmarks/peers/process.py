@@ -7,6 +7,7 @@ and answers a line with a line; while others work it waits and costs nothing.
 import json
 import pathlib
 import subprocess
+from collections.abc import Sequence
 from typing import Any
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -17,26 +18,26 @@ Cost = tuple[int, float, float]
 """Tokens that count, processor seconds, seconds."""
 
 
-class Peer:
-  """A process that generates a static batch for each line it is sent."""
+class Process:
+  """A process that works only when it is sent a line."""
 
-  def __init__(self, name: str, home: pathlib.Path, shape: dict[str, Any]):
-    script = pathlib.Path(__file__).parent / PEERS[name]
+  def __init__(self, command: Sequence[Any], sizes: dict[str, Any]):
+    """Starts `command` with the sizes as its last argument."""
     self._process = subprocess.Popen(
-      [home / "bin" / "python", script, json.dumps(shape)],
+      [*command, json.dumps(sizes)],
       stdin=subprocess.PIPE,
       stdout=subprocess.PIPE,
       text=True,
+      cwd=ROOT,
     )
     self.version = self._read()["version"]
 
-  def batch(self, lengths: list[int]) -> Cost:
-    """Sends one batch and waits for its cost."""
+  def ask(self, question: Any) -> dict[str, Any]:
+    """Sends one line and waits for the answer."""
     assert self._process.stdin
-    self._process.stdin.write(json.dumps(lengths) + "\n")
+    self._process.stdin.write(json.dumps(question) + "\n")
     self._process.stdin.flush()
-    answer = self._read()
-    return answer["tokens"], answer["cpu_seconds"], answer["seconds"]
+    return self._read()
 
   def close(self) -> None:
     """Lets it end."""
@@ -47,10 +48,28 @@ class Peer:
     line = self._process.stdout.readline()
     if not line:
       raise RuntimeError(
-        f"a peer ended with status {self._process.wait()}: "
+        f"a process ended with status {self._process.wait()}: "
         f"{self._process.args}; its error is above"
       )
     return json.loads(line)
+
+
+class Peer(Process):
+  """A process that generates a static batch for each line it is sent."""
+
+  def __init__(self, name: str, home: pathlib.Path, shape: dict[str, Any]):
+    super().__init__(command(home, PEERS[name]), shape)
+
+  def batch(self, lengths: list[int]) -> Cost:
+    """Sends one batch and waits for its cost."""
+    answer = self.ask(lengths)
+    return answer["tokens"], answer["cpu_seconds"], answer["seconds"]
+
+
+def command(home: pathlib.Path, script: str) -> list[pathlib.Path]:
+  """Runs a script of this folder in an environment."""
+  python = (home / "bin" / "python").absolute()
+  return [python, pathlib.Path(__file__).parent / script]
 
 
 def find(

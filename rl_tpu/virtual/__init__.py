@@ -1,0 +1,1 @@
+"""A pod that is not there: its clock, its generators, its service times."""

@@ -9,8 +9,9 @@ Its books: every index below the cursor is in exactly one place,
 
     consumed | in the buffer | running | waiting | dropped, with a reason
 
-where `waiting` holds what must be attempted again (refused as stale, or in
-flight when the run was cut) and goes first. All moves happen under the
+where `waiting` holds what must be attempted again (refused as stale), or goes
+on from the tokens that it has (in flight when the run was cut); it goes
+first. All moves happen under the
 buffer's lock, so a snapshot sees one moment and a resumed run neither skips a
 prompt nor trains one twice.
 
@@ -31,7 +32,7 @@ from rl_tpu.buffer import Buffer
 from rl_tpu.envs import Environment
 from rl_tpu.episode import Generator, run_episode
 from rl_tpu.staleness import Admission
-from rl_tpu.types import Group, Prompt, Sampling, Trajectory
+from rl_tpu.types import Group, Prompt, Sampling, Trajectory, Turn
 
 _log = logging.getLogger(__name__)
 
@@ -122,6 +123,7 @@ class Actor:
     self._cursor = 0
     self._waiting: list[int] = []  # a heap
     self._running: set[int] = set()
+    self._progress: dict[int, list[list[Turn]]] = {}  # by index and member
     self._dropped: dict[int, str] = {}
     self._failures_in_a_row = 0
 
@@ -203,8 +205,10 @@ class Actor:
   def snapshot(self, *, with_groups: bool = True) -> dict[str, Any]:
     """Everything a resumed run needs, of one moment.
 
-    Plain values, but for `groups`, the buffer's groups. With `with_groups`
-    false these are left out and their prompts will be attempted again.
+    Plain values, but for `groups`, the buffer's groups, and `progress`: of
+    each unfinished prompt for which something was sampled, the turns of each
+    member. With `with_groups` false the groups are left out and their prompts
+    will be attempted again.
 
     Raises:
       RuntimeError: a batch was taken and `set_version` has not followed; its
@@ -232,6 +236,7 @@ class Actor:
         "admission": self._admission.snapshot(),
         "stale": dict(self._buffer.counts),
         "groups": groups,
+        "progress": self._copy_of_progress(),
       }
 
   def restore(self, state: dict[str, Any]) -> None:
@@ -255,6 +260,7 @@ class Actor:
       self._version = version
       self._cursor = state["next_index"]
       self._waiting = sorted(state["unfinished"])
+      self._progress = dict(state["progress"])
       self._dropped = dict(state["dropped"])
       self._admission.resume(version, len(groups), state["admission"])
       self._buffer.counts = collections.Counter(state["stale"])
@@ -264,6 +270,21 @@ class Actor:
     admission = self._admission
     left = self._config.total_groups - admission.accepted - admission.running
     return min(admission.capacity(self._version), left)
+
+  def _copy_of_progress(self) -> dict[int, list[list[Turn]]]:
+    """Episodes go on adding to theirs while this one is saved."""
+    copies = {
+      index: [
+        [dataclasses.replace(turn, chunks=[*turn.chunks]) for turn in turns]
+        for turns in members
+      ]
+      for index, members in self._progress.items()
+    }
+    return {
+      index: members
+      for index, members in sorted(copies.items())
+      if any(turn.chunks for turns in members for turn in turns)
+    }
 
   def _finished(self) -> bool:
     last = self._config.total_groups // self._admission.groups_per_batch - 1
@@ -284,6 +305,9 @@ class Actor:
         else:
           index, self._cursor = self._cursor, self._cursor + 1
         self._running.add(index)
+        self._progress.setdefault(
+          index, [[] for _ in range(self._config.group_size)]
+        )
         task = asyncio.create_task(self._run_group(index))
         self._tasks.add(task)
         task.add_done_callback(self._on_task_done)
@@ -318,6 +342,7 @@ class Actor:
       seed=self._config.seed,
       max_turns=self._config.max_turns,
       max_trajectory_tokens=self._config.max_trajectory_tokens,
+      progress=self._progress[prompt.index][member],
     )
 
   def _complete(self, group: Group) -> None:
@@ -329,6 +354,7 @@ class Actor:
         return
       self._failures_in_a_row = 0
       self._running.remove(index)
+      del self._progress[index]
       if kept:
         self._admission.accept()
         self._buffer.put(group)
@@ -343,6 +369,7 @@ class Actor:
         return
       self._failures_in_a_row += 1
       self._running.remove(index)
+      del self._progress[index]
       self._admission.give_back("failed")
       self._dropped[index] = f"failed: {error!r}"
       _log.warning("prompt %d failed and is dropped", index, exc_info=error)

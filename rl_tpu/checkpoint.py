@@ -2,8 +2,9 @@
 
 A version holds everything a run resumes from, taken at one moment:
   state  parameters and optimizer, sharded arrays
-  host   the buffer's trajectories and the history as flat arrays, and the
-         generator's weights where they are of another version
+  host   the buffer's trajectories, the tokens of unfinished episodes and the
+         history as flat arrays, and the generator's weights where they are of
+         another version
   meta   version, data cursor, unfinished and dropped prompts, counters (JSON)
 There are no generator states to save: every random draw is keyed by the seed
 in the config and by what it is drawn for.
@@ -25,7 +26,14 @@ from typing import Any
 import numpy as np
 import orbax.checkpoint as ocp
 
-from rl_tpu.types import STOP_REASONS, Group, Prompt, Trajectory
+from rl_tpu.types import (
+  STOP_REASONS,
+  Chunk,
+  Group,
+  Prompt,
+  Trajectory,
+  Turn,
+)
 
 PARTS = ("state", "host", "meta")
 _PER_TOKEN = {
@@ -36,6 +44,13 @@ _PER_TOKEN = {
   "rewards": np.float32,
 }
 _HEAD = {"behavior_topk_ids": np.int32, "behavior_topk_logp": np.float32}
+_PER_CHUNK = {
+  "tokens": np.int32,
+  "logp": np.float32,
+  "topk_ids": np.int32,
+  "topk_logp": np.float32,
+}
+_REASONS = (None, *STOP_REASONS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -260,3 +275,78 @@ def unpack_groups(
       start, head_start = end, head_end
     groups.append(Group(prompt=prompt, trajectories=tuple(trajectories)))
   return groups
+
+
+Progress = dict[int, list[list[Turn]]]
+"""Of each unfinished prompt, by index: the turns of each member."""
+
+
+def pack_progress(progress: Progress) -> tuple[dict[str, np.ndarray], list]:
+  """Turns as flat arrays and a JSON-able list of what is not an array."""
+  every = [turns for members in progress.values() for turns in members]
+  turns = [turn for some in every for turn in some]
+  chunks = [chunk for turn in turns for chunk in turn.chunks]
+  arrays = {
+    f"progress_{name}": _flat(
+      (x for c in chunks if (x := getattr(c, name)) is not None), dtype
+    )
+    for name, dtype in _PER_CHUNK.items()
+  }
+  arrays["progress_observations"] = _flat(
+    (turn.observation for turn in turns), np.int32
+  )
+  described = [
+    [index, [[_described(turn) for turn in turns] for turns in members]]
+    for index, members in progress.items()
+  ]
+  return arrays, described
+
+
+def _described(turn: Turn) -> dict[str, Any]:
+  return {
+    "observation": len(turn.observation),
+    "chunks": [
+      {
+        "tokens": len(chunk.tokens),
+        "version": chunk.version,
+        "stop_reason": _REASONS.index(chunk.stop_reason),
+        "head_size": 0 if chunk.topk_ids is None else chunk.topk_ids.shape[1],
+      }
+      for chunk in turn.chunks
+    ],
+  }
+
+
+def unpack_progress(arrays: dict[str, np.ndarray], described: list) -> Progress:
+  """The progress that `pack_progress` was given."""
+  starts = dict.fromkeys((*_PER_CHUNK, "observations"), 1)
+
+  def take(name: str, count: int) -> np.ndarray:
+    start = starts[name]
+    starts[name] += count
+    return np.asarray(arrays[f"progress_{name}"])[start : start + count]
+
+  def chunk(saved: dict[str, Any]) -> Chunk:
+    n, size = saved["tokens"], saved["head_size"]
+    head = {
+      name: take(name, n * size).reshape(n, size)
+      for name in ("topk_ids", "topk_logp")
+      if size
+    }
+    return Chunk(
+      tokens=take("tokens", n),
+      logp=take("logp", n),
+      version=saved["version"],
+      stop_reason=_REASONS[saved["stop_reason"]],
+      **head,
+    )
+
+  def turn(saved: dict[str, Any]) -> Turn:
+    observation = take("observations", saved["observation"])
+    chunks = [chunk(one) for one in saved["chunks"]]
+    return Turn(observation=observation, chunks=chunks)
+
+  return {
+    index: [[turn(saved) for saved in turns] for turns in members]
+    for index, members in described
+  }

@@ -15,12 +15,14 @@ from jaxtyping import Int
 
 from rl_tpu.envs import Environment
 from rl_tpu.types import (
+  Chunk,
   Completion,
   Prompt,
   Request,
   Sampling,
   StopReason,
   Trajectory,
+  Turn,
 )
 
 _T = TypeVar("_T")
@@ -29,8 +31,16 @@ _T = TypeVar("_T")
 class Generator(Protocol):
   """Whatever continues token streams."""
 
-  async def generate(self, request: Request) -> Completion:
-    """Samples one turn; cancelling the awaiting task cancels the request."""
+  async def generate(
+    self, request: Request, progress: list[Chunk] | None = None
+  ) -> Completion:
+    """Samples one turn; cancelling the awaiting task cancels the request.
+
+    Args:
+      request: what to continue.
+      progress: what was sampled for it before, which is not sampled again and
+        counts against its budget; what is sampled is appended as it comes.
+    """
     ...
 
 
@@ -43,6 +53,7 @@ async def run_episode(
   seed: int,
   max_turns: int,
   max_trajectory_tokens: int,
+  progress: list[Turn] | None = None,
 ) -> Trajectory:
   """Plays one episode; token in, token out.
 
@@ -52,15 +63,31 @@ async def run_episode(
   budget ended it: that of the last turn, of turns, or of tokens. A step's
   reward is the environment's word in both cases.
 
+  An episode with a progress goes on from it: the environment, a new one, is
+  given the recorded actions again. Where it answers another observation than
+  it did, what was recorded after that does not count.
+
+  Args:
+    generator: samples the actions.
+    environment: of this episode alone.
+    prompt: the task.
+    member: of its group, >= 0.
+    sampling: how; `max_tokens` is the budget of one turn.
+    seed: of the sampling keys.
+    max_turns: >= 1.
+    max_trajectory_tokens: prompt, actions and observations together.
+    progress: turns so far; kept up to date while the episode goes on.
+
   Raises:
     ValueError: the prompt leaves no room for an action, or generator or
       environment broke their contract.
     RuntimeError: the environment tried to end the process.
   """
   stream = _Stream()
+  progress = [] if progress is None else progress
   observation = await _answer(environment.reset())
   stop_reason: StopReason = "length"
-  for _ in range(max_turns):
+  for number in range(max_turns):
     room = max_trajectory_tokens - len(stream) - len(observation)
     if room < 1:
       break
@@ -74,7 +101,8 @@ async def run_episode(
       ),
       seed=seed,
     )
-    completion = await generator.generate(request)
+    turn = _turn(progress, number, observation)
+    completion = await generator.generate(request, turn.chunks)
     _check_completion(completion, request)
     step = await _answer(
       environment.step(completion.tokens, completion.stop_reason)
@@ -98,6 +126,15 @@ async def run_episode(
     temperature=sampling.temperature,
     stop_reason=stop_reason,
   )
+
+
+def _turn(progress: list[Turn], number: int, observation: np.ndarray) -> Turn:
+  """The recorded turn, if the environment said the same before it."""
+  recorded = progress[number : number + 1]
+  if recorded and np.array_equal(recorded[0].observation, observation):
+    return recorded[0]
+  progress[number:] = [Turn(observation=np.asarray(observation))]
+  return progress[number]
 
 
 async def _answer(work: Awaitable[_T]) -> _T:

@@ -150,7 +150,11 @@ class _Run:
     self.seconds = restored.meta["seconds"]
     self.waited = restored.meta["waited"]
     groups = checkpoint.unpack_groups(restored.host, restored.meta["groups"])
-    self.actor.restore(restored.meta["actor"] | {"groups": groups})
+    progress = checkpoint.unpack_progress(
+      restored.host, restored.meta["progress"]
+    )
+    unfinished = {"groups": groups, "progress": progress}
+    self.actor.restore(restored.meta["actor"] | unfinished)
     if self._history:
       self._history.restore(restored.host)
     if "generator" in restored.host:
@@ -401,10 +405,13 @@ class _Run:
     """Starts a checkpoint of this moment."""
     snapshot = self.actor.snapshot()
     arrays, described = checkpoint.pack_groups(snapshot.pop("groups"))
+    moving, progress = checkpoint.pack_progress(snapshot.pop("progress"))
+    arrays |= moving
     arrays |= self._history.state() if self._history else {}
     meta = {
       "actor": snapshot,
       "groups": described,
+      "progress": progress,
       "seconds": self.seconds,
       "waited": self.waited,
     }

@@ -114,6 +114,21 @@ class Chunk:
   """f32[n, K]."""
 
 
+@dataclasses.dataclass(kw_only=True)
+class Turn:
+  """One turn of an episode, under way or done.
+
+  All turns of an episode so far are its progress: with them, it can go on in
+  another life of the run.
+  """
+
+  observation: np.ndarray
+  """i32[n], what the environment said before it."""
+  chunks: list[Chunk] = dataclasses.field(default_factory=list)
+  """What was sampled so far; the last one's stop reason says whether the turn
+  is done."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Completion:
   """What a generator sampled for one request (n tokens, n >= 1)."""

@@ -13,7 +13,7 @@ from rl_tpu.actor import Actor, Config
 from rl_tpu.buffer import Buffer, Closed
 from rl_tpu.envs import Step
 from rl_tpu.staleness import Admission
-from rl_tpu.types import Completion, Prompt, Sampling
+from rl_tpu.types import Chunk, Completion, Prompt, Sampling
 
 
 class Scripted:
@@ -30,7 +30,7 @@ class Scripted:
     self.started = []
     self.cancelled = 0
 
-  async def generate(self, request):
+  async def generate(self, request, progress):
     index, member, born = request.prompt_index, request.member, self.version
     self.started.append((index, member))
     if self.answer_at_once:
@@ -400,9 +400,9 @@ def test_H07_cancelling_everything_in_flight_at_once_leaves_nothing_behind():
 
 def test_a_generator_that_raises_when_cancelled_does_not_cost_the_prompt():
   class Rude(Scripted):
-    async def generate(self, request):
+    async def generate(self, request, progress):
       try:
-        return await super().generate(request)
+        return await super().generate(request, progress)
       except asyncio.CancelledError:
         raise OSError("connection reset") from None
 
@@ -484,8 +484,9 @@ def test_lockstep_trains_every_batch_at_exactly_its_lag(lag):
 
 def through_json(state):
   """As a checkpoint would bring it back."""
-  plain = {key: value for key, value in state.items() if key != "groups"}
-  return json.loads(json.dumps(plain)) | {"groups": state["groups"]}
+  arrays = {key: state[key] for key in ("groups", "progress")}
+  plain = {key: state[key] for key in state.keys() - arrays.keys()}
+  return json.loads(json.dumps(plain)) | arrays
 
 
 @pytest.mark.parametrize("rows", [6, 7])
@@ -545,6 +546,52 @@ def test_X03_the_cursor_passes_dropped_prompts_and_never_replays_them():
     assert rig.actor.snapshot() == state
 
   drive(Rig(max_staleness=1, state=through_json(state)), second)
+
+
+def test_an_unfinished_episode_is_saved_with_its_tokens_and_goes_on_from_them():
+  """A refused group, and one that failed, begin anew."""
+
+  class Chunked(Scripted):
+    """A token is there at once, the rest when told to."""
+
+    def __init__(self):
+      super().__init__()
+      self.had = {}
+
+    async def generate(self, request, progress):
+      key = request.prompt_index, request.member
+      self.had.setdefault(key, []).append(len(progress))
+      one = np.array([request.prompt_index], np.int32)
+      logp = np.array([-0.5], np.float32)
+      progress.append(Chunk(tokens=one, logp=logp, version=self.version))
+      return await super().generate(request, progress)
+
+  states = []
+
+  async def first(rig):
+    states.append(rig.actor.snapshot())
+    rig.generator.pending[1][0].set_result(None)
+    await quiet()
+    rig.generator.finish(0)
+    await quiet()
+    states.append(rig.actor.snapshot())
+    rig.generator.fail(1, OSError("boom"), member=1)
+    await quiet()
+    states.append(rig.actor.snapshot())
+
+  rig = Rig(Chunked(), max_staleness=1)
+  drive(rig, first)
+  early, later, failed = states
+  assert sorted(early["progress"]) == [0, 1]
+  assert sorted(later["progress"]) == [1]
+  assert sorted(failed["progress"]) == [2]  # dispatched when 1 failed
+  for members in early["progress"].values():
+    assert [len(turn.chunks) for (turn,) in members] == [1, 1]
+
+  async def second(rig):
+    assert rig.generator.had == {(1, 0): [1], (1, 1): [1]}
+
+  drive(Rig(Chunked(), max_staleness=1, state=through_json(later)), second)
 
 
 def test_X04_a_restored_full_batch_is_trained_at_once_and_the_next_one_starts():

@@ -44,7 +44,7 @@ class Slow:
     self.version = 0
     self._seconds = itertools.cycle(seconds)
 
-  async def generate(self, request):
+  async def generate(self, request, progress):
     born, seconds = self.version, next(self._seconds)
     await asyncio.sleep(abs(seconds))
     if seconds < 0:

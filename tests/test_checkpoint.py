@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rl_tpu import checkpoint, sharding
-from rl_tpu.types import Group, Prompt, Trajectory
+from rl_tpu.types import Chunk, Group, Prompt, Trajectory, Turn
 
 
 def trajectory(index, member, length=5):
@@ -88,6 +88,48 @@ def test_everything_comes_back_as_it_was_saved(tmp_path, groups):
         np.testing.assert_array_equal(getattr(t, name), getattr(u, name))
       assert t.tokens.dtype == np.int32
       assert t.action_mask.dtype == bool
+
+
+def test_unfinished_episodes_come_back_with_their_tokens(tmp_path):
+  def chunk(first, count, stop_reason, size):
+    tokens = np.arange(first, first + count, dtype=np.int32)
+    head = np.tile(tokens[:, None], size)
+    return Chunk(
+      tokens=tokens,
+      logp=(-tokens / 7).astype(np.float32),
+      version=first,
+      stop_reason=stop_reason,
+      topk_ids=head if size else None,
+      topk_logp=(-head / 9).astype(np.float32) if size else None,
+    )
+
+  def turn(observation, *chunks):
+    return Turn(observation=np.array(observation, np.int32), chunks=[*chunks])
+
+  cut = turn([4, 5], chunk(3, 2, None, 2), chunk(6, 1, None, 2))
+  done = turn([1], chunk(8, 3, "stop", 0))
+  progress = {5: [[], [cut]], 9: [[done, turn([2, 2])], []]}
+  arrays, described = checkpoint.pack_progress(progress)
+  saver = checkpoint.Checkpointer(tmp_path)
+  saver.save(1, state(), arrays, {"progress": described})
+  saver.close()
+  got = restore(tmp_path)
+  back = checkpoint.unpack_progress(got.host, got.meta["progress"])
+
+  def plain(turn):
+    return turn.observation.tolist(), [
+      {
+        name: value.tolist() if isinstance(value, np.ndarray) else value
+        for name, value in dataclasses.asdict(one).items()
+      }
+      for one in turn.chunks
+    ]
+
+  assert list(back) == [5, 9]
+  for index, members in progress.items():
+    for turns, others in zip(members, back[index], strict=True):
+      assert [*map(plain, others)] == [*map(plain, turns)]
+  assert back[5][1][0].chunks[0].tokens.dtype == np.int32
 
 
 def headed(one, size):

@@ -8,7 +8,8 @@ import pytest
 
 from rl_tpu.envs import Step
 from rl_tpu.episode import run_episode
-from rl_tpu.types import Completion, Prompt, Sampling
+from rl_tpu.generation import wire
+from rl_tpu.types import Chunk, Completion, Prompt, Sampling, Turn
 
 
 class Player:
@@ -18,7 +19,7 @@ class Player:
     self.turns = list(turns)
     self.requests = []
 
-  async def generate(self, request):
+  async def generate(self, request, progress=None):
     self.requests.append(request)
     tokens, stop_reason = self.turns.pop(0)
     n = len(tokens)
@@ -50,7 +51,14 @@ class Script:
     )
 
 
-def play(player, script, max_turns=4, max_trajectory_tokens=100, **sampling):
+def play(
+  player,
+  script,
+  max_turns=4,
+  max_trajectory_tokens=100,
+  progress=None,
+  **sampling,
+):
   return asyncio.run(
     run_episode(
       player,
@@ -61,6 +69,7 @@ def play(player, script, max_turns=4, max_trajectory_tokens=100, **sampling):
       seed=11,
       max_turns=max_turns,
       max_trajectory_tokens=max_trajectory_tokens,
+      progress=progress,
     )
   )
 
@@ -183,7 +192,7 @@ class HeadPlayer(Player):
     super().__init__(*turns)
     self.sizes = list(sizes)
 
-  async def generate(self, request):
+  async def generate(self, request, progress=None):
     completion = await super().generate(request)
     size = self.sizes.pop(0)
     if size is None:
@@ -221,10 +230,77 @@ def test_turns_whose_heads_differ_in_size_are_refused(sizes):
 
 def test_a_head_that_is_not_of_every_token_is_refused():
   class Short(HeadPlayer):
-    async def generate(self, request):
+    async def generate(self, request, progress=None):
       completion = await super().generate(request)
       return dataclasses.replace(completion, topk_logp=completion.topk_logp[1:])
 
   script = Script([1], ([], 1.0, True))
   with pytest.raises(ValueError, match=r"\(2, 3\).*\(1, 3\).*\(2, K\)"):
     play(Short(([5, 6], "stop"), sizes=(3,)), script)
+
+
+class Recorder:
+  """Samples what is left of given turns, a token a chunk; breaks when told."""
+
+  def __init__(self, *turns, breaks_after=None):
+    self.turns = list(turns)
+    self.breaks_after = breaks_after
+    self.sampled = []
+
+  async def generate(self, request, progress):
+    turn = self.turns.pop(0)
+    for at in range(len(progress), len(turn)):
+      if len(self.sampled) == self.breaks_after:
+        raise OSError("cut")
+      last = at == len(turn) - 1
+      chunk = Chunk(
+        tokens=np.array([turn[at]], np.int32),
+        logp=np.array([-turn[at] / 8], np.float32),
+        version=len(self.sampled),
+        stop_reason="stop" if last else None,
+      )
+      self.sampled.append(turn[at])
+      progress.append(chunk)
+    return wire.join(progress)
+
+
+TURNS = [5, 2], [6, 7, 2], [9, 2]
+
+
+def steps():
+  return ([8], 0.5, False), ([3, 4], 0.0, False), ([], 2.0, True)
+
+
+@pytest.mark.parametrize("cut", range(7))
+def test_an_episode_goes_on_from_its_tokens_wherever_it_was_cut(cut):
+  whole = play(Recorder(*TURNS), Script([1, 4], *steps()))
+  progress = []
+  first = Recorder(*TURNS, breaks_after=cut)
+  with pytest.raises(OSError, match="cut"):
+    play(first, Script([1, 4], *steps()), progress=progress)
+  second = Recorder(*TURNS)
+  script = Script([1, 4], *steps())
+  t = play(second, script, progress=progress)
+  assert first.sampled + second.sampled == [5, 2, 6, 7, 2, 9, 2]
+  assert [action for action, _ in script.actions] == [*TURNS]
+  for name in ("tokens", "action_mask", "behavior_logp", "rewards"):
+    np.testing.assert_array_equal(getattr(t, name), getattr(whole, name))
+  versions = [*range(cut), *range(7 - cut)]
+  assert t.token_version[t.action_mask].tolist() == versions
+  assert t.stop_reason == whole.stop_reason
+
+
+def test_what_followed_an_observation_that_is_another_now_does_not_count():
+  progress = [
+    Turn(observation=np.array([1, 4])),
+    Turn(observation=np.array([8])),
+    Turn(observation=np.array([3, 4])),
+  ]
+  asyncio.run(Recorder(TURNS[0]).generate(None, progress[0].chunks))
+  asyncio.run(Recorder(TURNS[1]).generate(None, progress[1].chunks))
+  player = Recorder(TURNS[0], [7, 7, 2])
+  script = Script([1, 4], ([9], 0.0, False), ([], 2.0, True))
+  t = play(player, script, progress=progress)
+  assert player.sampled == [7, 7, 2]
+  assert t.tokens.tolist() == [1, 4, 5, 2, 9, 7, 7, 2]
+  assert [turn.observation.tolist() for turn in progress] == [[1, 4], [9]]

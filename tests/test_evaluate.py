@@ -14,7 +14,7 @@ class Scripted:
   def __init__(self):
     self.requests = []
 
-  async def generate(self, request):
+  async def generate(self, request, progress):
     self.requests.append(request)
     if request.prompt_index == 3:
       raise OSError("gone")

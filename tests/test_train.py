@@ -328,6 +328,38 @@ def test_a_signal_stops_at_any_moment_and_nothing_is_lost(
   assert_each_prompt_once(config)
 
 
+def test_a_resumed_run_goes_on_from_the_tokens_of_unfinished_episodes(
+  base, monkeypatch
+):
+  """Sync, so that the run can be compared with one that was never cut."""
+  whole = tiny_run.get_config(fresh(base))
+  train.run(whole, Quiet())
+
+  generate = driver.GenerationDriver.generate
+  step = driver.GenerationDriver.step
+  turns, had = itertools.count(), []
+
+  def stepping(self):
+    if self.version == 1 and next(turns) == 3:
+      signal.raise_signal(signal.SIGINT)
+    return step(self)
+
+  def generating(self, request, progress=None):
+    had.append(sum(len(chunk.tokens) for chunk in progress or ()))
+    return generate(self, request, progress)
+
+  monkeypatch.setattr(driver.GenerationDriver, "step", stepping)
+  monkeypatch.setattr(driver.GenerationDriver, "generate", generating)
+  cut = tiny_run.get_config(fresh(base), checkpoint_every=10)
+  with pytest.raises(train.Stopped, match="stopped after batch 1 of 4"):
+    train.run(cut, Quiet())
+  assert sum(had) == 0
+  train.run(cut, Quiet())
+  assert sum(had) > 0
+  assert_each_prompt_once(cut)
+  assert equal(weights_of(cut), weights_of(whole))
+
+
 def test_a_run_cut_in_its_last_evaluation_trains_no_batch_again(
   base, monkeypatch
 ):

@@ -29,18 +29,18 @@ reported as missing.
   each in the faster of two layouts; every prompt prefilled for itself.
 - outside: share of a decode step that remains with a model that computes
   nothing: sampling, writing the cache, the host.
+- prefill: tokens computed, padding included, for each whose keys and values
+  were asked for.
 - host: processor time a token of driver and gRPC (see `service_cost`).
 
 The aim is 1.5 times the better peer's tokens a processor second on static
-batches and 3 times on the long tail. Measured on two cores of a Xeon: 1.53
-(1218 to 797) beside one other job, 1.38 (1332 to 966) beside four; long tail
-6.8 (733 to 108); 0.73 of the ceiling. On a quiet machine 1.39 (1437 to 1036),
-6.3 and 0.81, before a transposition of weights at each step was taken out (a
-decode step 21.5 to 19.2 ms; peers not measured again). What is left is mostly
-attention, a quarter of a step: summing in other orders, or over one joined
-cache, gained nothing. The gain of interruption, 2.1 to 3.6, depends strongly on
-`--update-tokens` and `--most` (0.9 at 2048 and 128, before layers had arrays of
-their own), so it is not AReaL's 12 to 17 %.
+batches and 3 times on the long tail. Measured on a quiet machine, two cores of
+a Xeon: static 1.66 (1677 to 1009, Tunix; Hugging Face 845), long tail 6.8 (859
+to 126), 0.91 of the ceiling; beside other jobs 1.4 to 1.5. Most of what is left
+is attention, a quarter of a step: summing in other orders, or over one joined
+cache, gained nothing. The gain of interruption, 2.7 (584 to 214 tokens a
+second), depends strongly on `--update-tokens` and `--most`, so it is not
+AReaL's 12 to 17 %.
 
 About 12 minutes on two CPU cores. The last line is JSON: `ratio_static`,
 `ratio_longtail` (to the better peer; null without one), `interruption_gain`
@@ -224,6 +224,11 @@ class Generator:
     seconds = self._loop.run_until_complete(run())
     return seconds / dispatches / sizes.steps
 
+  def computed(self) -> float:
+    """Tokens that prefills computed for each that they were asked for."""
+    sums = self.driver.counters()
+    return sums.prefilled_tokens / sums.missing_tokens
+
   def close(self) -> None:
     """Withdraws what is open."""
     self.driver.stop()
@@ -311,6 +316,7 @@ def compare_static(sizes: argparse.Namespace, peers: dict[str, Peer]) -> dict:
     (idle.step_seconds(sizes), ours.step_seconds(sizes))
     for _ in range(1 + sizes.repeats)
   ]
+  result["prefill"] = {"computed_per_token": ours.computed()}
   ours.close()
   idle.close()
   outside, whole = np.median(steps[1:], axis=0)

@@ -329,8 +329,8 @@ def leaks(held: dict[str, Any], most: dict[str, int]) -> list[str]:
       if one[what]:
         found.append(f"{name}: {what} is {one[what]}")
     ends = one["completions"] + one["cancellations"]
-    if one["accepted"] != ends:
-      found.append(f"{name}: {one['accepted']} were accepted, {ends} ended")
+    if one["taken"] != ends:
+      found.append(f"{name}: {one['taken']} were taken, {ends} ended")
   return found
 
 

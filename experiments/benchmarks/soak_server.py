@@ -60,7 +60,7 @@ TOKEN = "the token of the soak"
 class Watched(GenerationDriver):
   """Counts how often each request of a client ends."""
 
-  accepted = 0
+  taken = 0
 
   def __init__(self, *arguments: Any, **named: Any):
     super().__init__(*arguments, **named)
@@ -79,13 +79,13 @@ class Watched(GenerationDriver):
 
     watched = dataclasses.replace(client, receive=receive)
     opened = super().open(request, watched)
-    self.accepted += 1
+    self.taken += 1
     return opened
 
   def place_request_on_prefill_queue(self, request: Any) -> None:
     """As the driver's; JetStream's clients count as well."""
     super().place_request_on_prefill_queue(request)
-    self.accepted += 1
+    self.taken += 1
 
 
 class Service:
@@ -130,7 +130,7 @@ class Service:
       "busy_slots": ENGINE.slots - driver.free_slots,
       "waiting": driver.waiting,
       "open": self.grpc.admission.open,
-      "accepted": driver.accepted,
+      "taken": driver.taken,
       "completions": counters.completions,
       "cancellations": counters.cancellations,
       "ended_once": driver.ends[1],

@@ -40,7 +40,7 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
-from rl_tpu.generation import decoding, requests, timeline
+from rl_tpu.generation import decoding, requests, timeline, wire
 from rl_tpu.generation.decoding import Admission
 from rl_tpu.generation.engine import PolicyEngine
 from rl_tpu.generation.jetstream import ReportingThread, orchestrator
@@ -136,20 +136,34 @@ class GenerationDriver(orchestrator.Driver):
 
   # Requests.
 
-  async def generate(self, request: Request) -> Completion:
+  async def generate(
+    self, request: Request, progress: list[Chunk] | None = None
+  ) -> Completion:
     """Completes a request; cancelling the caller frees the slot.
 
     Callable from any asyncio loop. The budget is cut to what the context
     leaves; a completion that used it up has stop_reason "length".
 
+    Args:
+      request: what to continue.
+      progress: what was sampled for it before, which counts against its
+        budget; every dispatch's tokens are appended.
+
     Raises:
       ValueError: the request cannot be served; says why.
       RuntimeError: the driver failed or was stopped.
     """
+    rest = wire.remainder(request, progress or ())
+    if rest is None:
+      return wire.join(progress or ())
+    if len(rest.tokens) > self.engine.config.max_prompt_length and progress:
+      progress.clear()
+      rest = request
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Completion] = loop.create_future()
-    receive = functools.partial(_resolve, future)
-    opened = self.open(request, Client(loop=loop, receive=receive))
+    receive = functools.partial(_resolve, future, progress)
+    client = Client(loop=loop, receive=receive, streams=progress is not None)
+    opened = self.open(rest, client)
     try:
       return await future
     finally:
@@ -578,12 +592,19 @@ class GenerationDriver(orchestrator.Driver):
 
 
 def _resolve(
-  future: asyncio.Future, outcome: Completion | Chunk | Exception
+  future: asyncio.Future,
+  progress: list[Chunk] | None,
+  outcome: Completion | Chunk | Exception,
 ) -> None:
-  """Runs in the client's loop."""
+  """Runs in the client's loop; chunks come only where there is a progress."""
   if future.done():
     return
   if isinstance(outcome, Exception):
     future.set_exception(outcome)
-  else:
+  elif isinstance(outcome, Completion):
     future.set_result(outcome)
+  else:
+    assert progress is not None
+    progress.append(outcome)
+    if outcome.stop_reason is not None:
+      future.set_result(wire.join(progress))

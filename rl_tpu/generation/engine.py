@@ -56,7 +56,10 @@ class Config:
   prompts_per_row: int = 1
   """Most sequences that one row of a prefill holds, >= 1; with 1 each is padded
   by itself, with more they are packed into the rows that need fewest tokens.
-  Those that share a prefix keep rows of their own."""
+  Those that share a prefix keep rows of their own. On one CPU, 16 prompts of
+  log-normal length (16 to 500) in buckets (64, 256, 512): 1.08 tokens computed
+  for each asked with 8, 1.97 with 1, and 0.57 times the processor time.
+  Prompts of one length gain nothing."""
   steps_per_dispatch: int = 2
   """Decode steps of one call, >= 1. More spare host time; but new weights,
   cancellations and free slots wait for the end of a dispatch."""
@@ -64,9 +67,10 @@ class Config:
   """Enqueues the next prefill and dispatch before the last one's result is
   read, so that devices do not wait for the host; unless that result surely
   frees a slot that a request waits for. Tokens and versions are the same. An
-  answer that ends by a stop id leaves its slot unused for one dispatch more,
-  which costs more than the host's share of a dispatch where answers take few
-  dispatches. The time of prefills counts as that of their dispatch."""
+  answer that ends by a stop id leaves its slot unused for one dispatch more:
+  where answers take 8 dispatches that cost 7 and 15 % of the tokens a processor
+  second in two runs on one CPU, where devices hardly wait for the host. The
+  time of prefills counts as that of their dispatch."""
   max_stop_ids: int = 4
   """Most stop ids of one request, >= 1."""
   behavior_top_k: int = 0

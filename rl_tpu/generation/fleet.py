@@ -153,8 +153,6 @@ class Fleet:
       finally:
         self._router.release(link.member)
         self._settle()
-    if chunks[-1].stop_reason is None:  # The budget was larger before.
-      chunks[-1] = dataclasses.replace(chunks[-1], stop_reason="length")
     self._sums.completions += 1
     return wire.join(chunks)
 

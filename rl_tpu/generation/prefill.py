@@ -69,8 +69,9 @@ def batches(
 ) -> list[tuple[int, int, Rows]]:
   """Bucket, number of rows, and those in use, of each prefill to run.
 
-  Of the packings into rows of each bucket the one that computes fewest tokens,
-  unused rows included; the shorter rows of equals, which attention likes.
+  Of one sequence a row and the packings into rows of each bucket, the one that
+  computes fewest tokens, unused rows included; the shorter rows of equals,
+  which attention likes.
 
   Args:
     lengths: of the sequences, each at most the last bucket.
@@ -78,11 +79,13 @@ def batches(
     most_in_row: sequences of a row, >= 1.
     splits: of `cheapest_splits`, for as many rows as there are sequences.
   """
-  aims = buckets if most_in_row > 1 else buckets[:1]
+  packings = [_alone(lengths, buckets)]
+  if most_in_row > 1:
+    packings += [_packed(lengths, buckets, aim, most_in_row) for aim in buckets]
   plans = []
-  for aim in aims:
+  for packing in packings:
     by_bucket: dict[int, Rows] = {}
-    for bucket, row in _packed(lengths, buckets, aim, most_in_row):
+    for bucket, row in packing:
       by_bucket.setdefault(bucket, []).append(row)
     plans.append(
       [
@@ -99,6 +102,17 @@ def _offsets(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
   return zip(itertools.accumulate(sizes, initial=0), sizes, strict=False)
 
 
+def _bucket_of(length: int, buckets: Sequence[int]) -> int:
+  return next(bucket for bucket in buckets if length <= bucket)
+
+
+def _alone(
+  lengths: Sequence[int], buckets: Sequence[int]
+) -> list[tuple[int, list[int]]]:
+  """A row of its own for each, and the smallest buckets that hold them."""
+  return [(_bucket_of(n, buckets), [i]) for i, n in enumerate(lengths)]
+
+
 def _packed(
   lengths: Sequence[int], buckets: Sequence[int], aim: int, most_in_row: int
 ) -> list[tuple[int, list[int]]]:
@@ -107,17 +121,11 @@ def _packed(
   First-fit decreasing (Johnson, 1973) into rows of length `aim`, a bucket;
   sequences that are longer begin rows of their own bucket.
   """
-
-  def bucket_of(length: int) -> int:
-    return next(bucket for bucket in buckets if length <= bucket)
-
-  if most_in_row == 1:
-    return [(bucket_of(n), [i]) for i, n in enumerate(lengths)]
   rows: Rows = []
   used: list[int] = []
   for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
     for row, full in enumerate(used):
-      room = max(aim, bucket_of(lengths[rows[row][0]])) - full
+      room = max(aim, _bucket_of(lengths[rows[row][0]], buckets)) - full
       if lengths[i] <= room and len(rows[row]) < most_in_row:
         rows[row].append(i)
         used[row] += lengths[i]
@@ -125,7 +133,9 @@ def _packed(
     else:
       rows.append([i])
       used.append(lengths[i])
-  return [(bucket_of(n), row) for n, row in zip(used, rows, strict=True)]
+  return [
+    (_bucket_of(n, buckets), row) for n, row in zip(used, rows, strict=True)
+  ]
 
 
 def pack(

@@ -274,13 +274,14 @@ class SlotTable:
         sampled = tokens[slot, :count].tolist()
         opened.enqueue_samples([ReturnSample(text=[], token_ids=sampled)])
       else:
+        # Copies: a view would keep what the dispatch sampled for all slots.
         chunk = Chunk(
-          tokens=tokens[slot, :count],
-          logp=logp[slot, :count],
+          tokens=tokens[slot, :count].copy(),
+          logp=logp[slot, :count].copy(),
           version=result.version,
           stop_reason=_REASONS.get(standing[slot]),
-          topk_ids=ids[slot, :count] if has_head else None,
-          topk_logp=head_logp[slot, :count] if has_head else None,
+          topk_ids=ids[slot, :count].copy() if has_head else None,
+          topk_logp=head_logp[slot, :count].copy() if has_head else None,
         )
         outbox.post(opened, chunk)
 

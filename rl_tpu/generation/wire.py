@@ -176,9 +176,11 @@ def split(completion: Completion) -> list[Chunk]:
 
 
 def join(chunks: Sequence[Chunk]) -> Completion:
-  """The completion of a request whose chunks are all there."""
-  reason = chunks[-1].stop_reason
-  assert reason is not None, "the last chunk says why the request ended"
+  """The completion of a request whose chunks are all there.
+
+  Where the last one does not say why it ended, its budget did: it was larger
+  when the chunk was sampled.
+  """
   counts = [len(chunk.tokens) for chunk in chunks]
   versions = np.array([chunk.version for chunk in chunks], np.int32)
   has_head = chunks[0].topk_ids is not None
@@ -186,7 +188,7 @@ def join(chunks: Sequence[Chunk]) -> Completion:
     tokens=np.concatenate([chunk.tokens for chunk in chunks]),
     logp=np.concatenate([chunk.logp for chunk in chunks]),
     version=np.repeat(versions, counts),
-    stop_reason=reason,
+    stop_reason=chunks[-1].stop_reason or "length",
     topk_ids=_concatenated(chunks, "topk_ids") if has_head else None,
     topk_logp=_concatenated(chunks, "topk_logp") if has_head else None,
   )

@@ -23,7 +23,7 @@ from typing import Literal
 
 import numpy as np
 
-from rl_tpu.types import Completion, Request, StopReason
+from rl_tpu.types import Chunk, Completion, Request, StopReason
 from rl_tpu.virtual.config import Service
 
 KINDS = ("idle", "decode", "prefill", "recompute", "swap", "slots")
@@ -99,8 +99,13 @@ class VirtualGenerator:
     """Requests that it has, waiting or running."""
     return len(self._waiting) + len(self._running)
 
-  async def generate(self, request: Request) -> Completion:
-    """Answers a request; one that is cancelled keeps its slot to its end."""
+  async def generate(
+    self, request: Request, progress: list[Chunk] | None = None
+  ) -> Completion:
+    """Answers a request; one that is cancelled keeps its slot to its end.
+
+    `progress` stays empty: nothing here is resumed.
+    """
     length, stop_reason = self._length(request)
     done = asyncio.get_running_loop().create_future()
     self._waiting.append(_Sequence(request, done, length, stop_reason))
@@ -271,7 +276,9 @@ class Fleet:
   def __init__(self, generators: list[VirtualGenerator]):
     self.generators = generators
 
-  async def generate(self, request: Request) -> Completion:
+  async def generate(
+    self, request: Request, progress: list[Chunk] | None = None
+  ) -> Completion:
     """Samples one turn on the least loaded generator."""
     least = min(self.generators, key=lambda generator: generator.load)
     return await least.generate(request)

@@ -260,6 +260,54 @@ REQUESTS = [
 ]
 
 
+@pytest.mark.parametrize("cut", range(1, 7))
+def test_a_request_goes_on_from_what_was_sampled_for_it(cut):
+  request = ask(3, 1, max_tokens=12, temperature=1.0)
+  driver = make_driver(uniform())
+  (whole,) = complete(driver, request)
+
+  async def main():
+    other, progress = make_driver(uniform()), []
+    first = asyncio.ensure_future(other.generate(request, progress))
+    await steps(other, cut)
+    first.cancel()
+    await asyncio.wait([first])
+    had = sum(len(chunk.tokens) for chunk in progress)
+    before = other.counters().tokens
+    second = asyncio.ensure_future(other.generate(request, progress))
+    (done,) = await until_done(other, second)
+    return had, other.counters().tokens - before, done
+
+  had, sampled, done = asyncio.run(main())
+  assert had == min(2 * cut, 12)
+  assert sampled == 12 - had
+  np.testing.assert_array_equal(done.tokens, whole.tokens)
+  np.testing.assert_array_equal(done.logp, whole.logp)
+  assert done.stop_reason == whole.stop_reason == "length"
+
+
+def test_what_is_too_long_for_a_prompt_begins_anew():
+  config = dataclasses.replace(CONFIG, prefill_buckets=(4,))
+  driver = make_driver(long_script(), config, interruption="keep")
+
+  async def main():
+    progress = []
+    first = asyncio.ensure_future(
+      driver.generate(ask(1, max_tokens=9), progress)
+    )
+    await steps(driver, 3)
+    first.cancel()
+    await asyncio.wait([first])
+    assert len(progress) == 3
+    again = asyncio.ensure_future(
+      driver.generate(ask(1, max_tokens=9), progress)
+    )
+    return await until_done(driver, again)
+
+  (done,) = asyncio.run(main())
+  assert done.tokens.tolist() == [*range(2, 11)]
+
+
 async def interrupted_twice(driver):
   """Version 1 for two turns, version 2 for one, version 3 to the end."""
   driver.update(weights(driver, 1))

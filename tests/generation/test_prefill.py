@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from bigram import CONFIG, ask, one_device_mesh
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_prefixes import assert_exact, play
 from tiny import INIT, POLICY, full_forward_logp
@@ -134,21 +134,25 @@ def test_unused_rows_of_a_batch_count_as_padding():
 @given(
   lengths=st.lists(st.integers(1, 64), max_size=30), most=st.integers(1, 8)
 )
+@example(lengths=[1, 8, 9, 24], most=2)
 def test_each_sequence_is_in_one_row_that_holds_it(lengths, most):
   buckets, sizes = (8, 32, 64), (1, 4)
   splits = prefill.cheapest_splits(30, sizes)
-  seen, computed = [], 0
-  for bucket, size, rows in prefill.batches(lengths, buckets, most, splits):
+  alone = prefill.batches(lengths, buckets, 1, splits)
+  planned = prefill.batches(lengths, buckets, most, splits)
+  seen = []
+  for bucket, size, rows in planned:
     assert size in sizes
     assert len(rows) <= size
     for row in rows:
       assert 1 <= len(row) <= most
       assert sum(lengths[i] for i in row) <= bucket
       seen += row
-      computed += bucket
   assert sorted(seen) == list(range(len(lengths)))
-  alone = sum(min(b for b in buckets if n <= b) for n in lengths)
-  assert computed <= alone
+  computed, unpacked = (
+    sum(bucket * size for bucket, size, _ in plan) for plan in (planned, alone)
+  )
+  assert computed <= unpacked
 
 
 def test_packed_rows_name_each_sequence_and_its_place():

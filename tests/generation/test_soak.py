@@ -36,14 +36,14 @@ def test_what_is_held_at_the_end_is_a_fault():
   )
   held = {
     "files": 9,
-    "services": {"keep": {**service, "accepted": 3, "completions": 3}},
+    "services": {"keep": {**service, "taken": 3, "completions": 3}},
   }
   assert soak.leaks(held, {"files": 9}) == []
-  held["services"]["keep"] |= {"busy_slots": 1, "accepted": 4}
+  held["services"]["keep"] |= {"busy_slots": 1, "taken": 4}
   assert soak.leaks(held, {"files": 8}) == [
     "files are 9; they were 8",
     "keep: busy_slots is 1",
-    "keep: 4 were accepted, 3 ended",
+    "keep: 4 were taken, 3 ended",
   ]
 
 

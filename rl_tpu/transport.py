@@ -49,7 +49,7 @@ _LONGEST_ADDRESS = 256
 class Config:
   """How weights reach generators that have processes of their own."""
 
-  transport: Literal["transfer", "orbax"] = "transfer"
+  kind: Literal["transfer", "orbax"] = "transfer"
   """`transfer`: from the trainer's devices; `orbax`: through the directory of
   the run, which the generators must see under the same path."""
   host: str = "127.0.0.1"
@@ -71,8 +71,8 @@ class Config:
   def __post_init__(self):
     for name, good, allowed in (
       (
-        "transport",
-        self.transport in ("transfer", "orbax"),
+        "kind",
+        self.kind in ("transfer", "orbax"),
         "'transfer' or 'orbax'",
       ),
       (
@@ -173,7 +173,7 @@ def make_transport(
     ValueError: other machines reach the trainer and there is no token.
     RuntimeError: the address cannot be bound.
   """
-  if config.transport == "transfer":
+  if config.kind == "transfer":
     return TransferTransport(config, token, life)
   return OrbaxTransport(config, directory, life)
 

@@ -199,7 +199,7 @@ def test_a_resumed_trainer_replaces_what_its_earlier_life_gave(
   """Version 7 of the earlier life is none of the later one's."""
   driver, given = make_driver()
   driver.update(driver.engine.load_params(random_params(1), 7), "earlier")
-  config = transport.Config(transport=kind)
+  config = transport.Config(kind=kind)
   one = transport.make_transport(config, tmp_path / "w", TOKEN, "later")
   params = random_params(version)
   one.publish(jax.device_put(params), version)
@@ -249,7 +249,7 @@ def test_two_versions_stay_on_disk_and_what_is_being_read(tmp_path):
   directory = tmp_path / "weights"
   (directory / "9").mkdir(parents=True)
   stored = transport.OrbaxTransport(
-    transport.Config(transport="orbax", timeout_seconds=60.0), directory
+    transport.Config(kind="orbax", timeout_seconds=60.0), directory
   )
   assert versions(directory) == set()  # What an earlier run left is gone.
 
@@ -281,7 +281,7 @@ def test_two_versions_stay_on_disk_and_what_is_being_read(tmp_path):
 
 
 def test_a_generator_that_does_not_take_a_stored_version_is_named(tmp_path):
-  config = transport.Config(transport="orbax", timeout_seconds=0.2)
+  config = transport.Config(kind="orbax", timeout_seconds=0.2)
   stored = transport.OrbaxTransport(config, tmp_path / "weights")
   stored.publish({"w": jnp.ones(3)}, 1)
   stored._checkpointer.wait_until_finished()
@@ -300,7 +300,7 @@ def test_a_generator_that_does_not_take_a_stored_version_is_named(tmp_path):
 @pytest.mark.parametrize(
   ("field", "value", "allowed"),
   [
-    ("transport", "carrier pigeon", "'transfer' or 'orbax'"),
+    ("kind", "carrier pigeon", "'transfer' or 'orbax'"),
     ("host", "0.0.0.0", "'auto'"),
     ("port", 70000, r"\[0, 65535\]"),
     ("timeout_seconds", 0.0, "> 0"),

@@ -65,7 +65,7 @@ def trainer(port, index, directory, generators):
   where = POLICY.param_shardings(mesh)
   kinds = [
     transport.Config(timeout_seconds=60.0),
-    transport.Config(transport="orbax", timeout_seconds=60.0),
+    transport.Config(kind="orbax", timeout_seconds=60.0),
     transport.Config(dtype="bfloat16", timeout_seconds=60.0),
   ]
   made = [transport.make_transport(kind, directory, TOKEN) for kind in kinds]

@@ -24,7 +24,7 @@ import os
 import pathlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import grpc
 import grpc.aio
@@ -103,6 +103,10 @@ class Config:
   max_unsent_bytes: int | None = None
   """Answers that may wait for one client to read them; None: twice what all
   slots can hold, in chunks of one token."""
+  weights: Literal["newest", "awaited"] = "newest"
+  """What it serves first: `newest`, the run's newest checkpoint or else what
+  training would start from; `awaited`, nothing until a trainer brings its
+  weights, which is for the generators of a run (`config.remote`)."""
   grace_seconds: float = 30.0
   """For requests to end after SIGTERM, >= 0; the rest then fail."""
 
@@ -110,6 +114,11 @@ class Config:
     for name, good, allowed in (
       ("port", 0 <= self.port < 2**16, "in [0, 65535]"),
       ("http_port", 0 <= (self.http_port or 0) < 2**16, "in [0, 65535]"),
+      (
+        "weights",
+        self.weights in ("newest", "awaited"),
+        "'newest' or 'awaited'",
+      ),
       ("max_requests", self.max_requests >= 1, ">= 1"),
       ("max_message_bytes", self.max_message_bytes >= 1024, ">= 1024"),
       ("grace_seconds", self.grace_seconds >= 0, ">= 0"),

@@ -205,11 +205,14 @@ class _Threaded:
 
   def submit(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
     """Runs a coroutine on the actor's loop."""
+    return self._post(work)
+
+  def _post(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
     return asyncio.run_coroutine_threadsafe(work, self._loop)
 
   def start(self) -> None:
     """Starts the actor on its loop; a failure of its reaches the buffer."""
-    self._run = self.submit(self._actor.run())
+    self._run = self._post(self._actor.run())
 
   def take(
     self, version: int, stopping: Callable[[], bool]
@@ -226,7 +229,7 @@ class _Threaded:
     A thread that an environment blocks cannot be ended; it is left behind, so
     that the run still ends, with the error that it ends for.
     """
-    ended = self.submit(self._end())
+    ended = self._post(self._end())
     try:
       ended.result(_LEAVE_SECONDS)
     except TimeoutError:
@@ -279,12 +282,24 @@ class Remote(_Threaded):
     super().__init__(actor, buffer, transport.close)
     self._fleet = fleet
     self._transport = transport
+    self._offered = -1
 
   def serve(self, first: VersionedParams) -> None:
     """Waits until a generator answers with these weights."""
-    self.call(self._fleet.__aenter__())
+    self._post(self._fleet.__aenter__()).result()
     self._offer(first)
-    self.call(self._fleet.wait_served(first.version))
+    self._post(self._fleet.wait_served(first.version)).result()
+
+  def submit(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
+    """Runs a coroutine once generators answer with what was published last."""
+    return self._post(self._when_served(work, self._offered))
+
+  async def _when_served(
+    self, work: Coroutine[Any, Any, _T], version: int
+  ) -> _T:
+    with contextlib.closing(work):
+      await self._fleet.wait_served(version)
+      return await work
 
   def publish(self, published: VersionedParams) -> None:
     """Admission goes on when generators have the weights, not before."""
@@ -292,8 +307,9 @@ class Remote(_Threaded):
     self._actor.set_version(published.version)
 
   def _offer(self, published: VersionedParams) -> None:
-    self._transport.publish(published.params, published.version)
-    self.call(self._fleet.publish(published.version, self._transport.offer))
+    version = self._offered = published.version
+    self._transport.publish(published.params, version)
+    self._post(self._fleet.publish(version, self._transport.offer)).result()
 
   def figures(self) -> dict[str, float]:
     """Bytes, seconds and bandwidth of what was published and pulled."""

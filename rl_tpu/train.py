@@ -24,8 +24,6 @@ import numpy as np
 
 from rl_tpu import (
   checkpoint,
-  data,
-  evaluate,
   metrics,
   packing,
   parts,
@@ -34,6 +32,7 @@ from rl_tpu import (
   weights,
 )
 from rl_tpu.config import ConfigError
+from rl_tpu.evaluations import Evaluations
 from rl_tpu.generation.driver import GenerationDriver as Driver
 from rl_tpu.generation.fleet import Fleet
 from rl_tpu.types import Batch, Group, VersionedParams
@@ -77,7 +76,7 @@ def run(config: parts.Config, view: View) -> dict[str, Any]:
     stack.enter_context(view.open())
     stack.enter_context(this.signals())
     if this.version == 0:
-      this.log_evaluation(0, this.evaluate())
+      this.log_evaluation()
     elif this.due(config.evaluation.every) and not this.evaluated():
       this.start_evaluation()
     this.start()
@@ -99,9 +98,9 @@ def run(config: parts.Config, view: View) -> dict[str, Any]:
       if this.due(config.checkpoint_every):
         this.save()
     this.save()
-    this.finish_evaluations()
+    this.evaluations.finish(this.log)
     if not this.evaluated():
-      this.log_evaluation(this.version, this.evaluate())
+      this.log_evaluation()
     summary = this.summary()
   metrics.write_json(config.run_directory / "summary.json", summary)
   return summary
@@ -124,9 +123,7 @@ class _Run:
     self._fleet: Fleet | None = None
     self.generator = self._make_generator()
     self.task, self._rows = parts.make_task(config)
-    self._heldout = data.heldout(
-      self._rows["heldout"], config.evaluation.problems, self.task.prompt
-    )
+    self.evaluations = Evaluations(config, self.task, self._rows, view)
     self.actor = parts.make_actor(
       config, self.task, self._rows, self.generator, self._buffer
     )
@@ -139,8 +136,6 @@ class _Run:
       self._generator_mesh
     )
     self._published: VersionedParams | None = None
-    self._evaluations: list[tuple[int, Any]] = []
-    self._accuracy: dict[str, float] = {}
 
   def _make_generator(self) -> schedules.Generator:
     """The driver of this process, or the fleet of those of others."""
@@ -321,13 +316,13 @@ class _Run:
     answer with the policy that they have.
     """
     if self._driver is None or self.config.engine.mismatch.exact:
-      return self.schedule.call(self._evaluation(self.generator))
+      return self.schedule.call(self.evaluations.ask(self.generator))
     clean = parts.make_driver(self.config.clean, self._generator_mesh)
     clean.update(clean.engine.serve(self.versioned()))
     self._driver.pause()
     schedule = schedules.Serial(self.actor, clean, self._buffer)
     try:
-      return schedule.call(self._evaluation(clean))
+      return schedule.call(self.evaluations.ask(clean))
     finally:
       schedule.stop()
       self._driver.resume()
@@ -342,49 +337,17 @@ class _Run:
   def start_evaluation(self) -> None:
     """Evaluates beside the training, from this version's weights on.
 
-    In async training newer weights may reach it before it ends; the row is
-    that of the version it started with. Where the generator's policy is not
-    the learner's, it ends before training goes on.
+    Where the generator's policy is not the learner's, it ends before training
+    goes on.
     """
     if self._driver is not None and not self.config.engine.mismatch.exact:
-      self.log_evaluation(self.version, self.evaluate())
+      self.log_evaluation()
       return
-    future = self.schedule.submit(self._evaluation(self.generator))
-    self._evaluations.append((self.version, future))
+    self.evaluations.start(self.version, self.schedule, self.generator)
 
-  def finish_evaluations(self) -> None:
-    """Waits for those under way and logs them."""
-    for batch, future in self._evaluations:
-      self.log_evaluation(batch, future.result())
-    self._evaluations = []
-
-  async def _evaluation(
-    self, generator: schedules.Generator
-  ) -> dict[str, float]:
-    """Raises if the generator failed; that says nothing of the policy."""
-    row = await evaluate.evaluate(
-      generator,
-      self.task.environment,
-      self._heldout,
-      sampling=parts.sampling(self.config, self.task),
-      seed=self.config.seed,
-      max_turns=self.config.max_turns,
-      max_trajectory_tokens=self.config.engine.context_length,
-    )
-    if generator.failure is not None:
-      raise generator.failure
-    return row
-
-  def log_evaluation(self, batch: int, row: dict[str, float]) -> None:
-    """Writes and shows held-out accuracy."""
-    self.log.write(batch, row)
-    self._accuracy = {"heldout_accuracy": row["heldout_accuracy"]}
-    self.view.note(
-      f"held-out accuracy after batch {batch}: "
-      f"{row['heldout_accuracy']:.3f} sampled, "
-      f"{row['heldout_greedy']:.3f} greedy"
-      + (f", {row['heldout_failed']:.0f} failed" * bool(row["heldout_failed"]))
-    )
+  def log_evaluation(self) -> None:
+    """Evaluates now."""
+    self.evaluations.log(self.log, self.version, self.evaluate())
 
   def log_batch(
     self,
@@ -399,9 +362,7 @@ class _Run:
     A batch's seconds go from the end of the one before to its own end, so
     that what happens in between (evaluations, checkpoints) is in the rates.
     """
-    for done in [e for e in self._evaluations if e[1].done()]:
-      self._evaluations.remove(done)
-      self.log_evaluation(done[0], done[1].result())
+    self.evaluations.log_ended(self.log)
     seconds, self._ended = ended - self._ended, ended
     self.seconds += seconds
     self.waited += taken - began
@@ -437,7 +398,7 @@ class _Run:
     ]
     self.log.record("events", self.version, {"intervals": intervals})
     left = (self.config.batches / self.version - 1) * self.seconds
-    self.view.batch(self.version, row | self._accuracy, left)
+    self.view.batch(self.version, row | self.evaluations.latest, left)
 
   def save(self) -> None:
     """Starts a checkpoint of this moment."""

@@ -295,7 +295,7 @@ def _chunks(message: dict[str, Any]) -> list[tuple[int, Chunk]]:
   topk_ids, topk_logp = _heads(message, len(tokens))
   stops = np.cumsum(counts)
   alike = len({len(ids), len(counts), len(versions), len(ends)}) == 1
-  whole = len(ids) and counts.min() > 0 and stops[-1] == len(tokens)
+  whole = len(counts) and counts.min() > 0 and stops[-1] == len(tokens)
   if not (alike and whole and len(logp) == len(tokens)):
     raise WireError("the arrays of a message do not fit each other")
   if ends.max() >= len(_REASONS):

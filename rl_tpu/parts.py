@@ -31,16 +31,22 @@ from rl_tpu import (
   topology,
 )
 from rl_tpu import critic as critics
+from rl_tpu import transport as transports
 from rl_tpu.config import Choice, ConfigError, differences, to_json
+from rl_tpu.episode import Generator
 from rl_tpu.generation import driver as drivers
 from rl_tpu.generation import engine as engines
+from rl_tpu.generation import fleet, roster
 from rl_tpu.generation import server as servers
 from rl_tpu.models import huggingface, quantization, tokenizer, transformer
 from rl_tpu.types import Sampling
 from rl_tpu.view import View
 from rl_tpu.virtual import config as virtual
 
-_PLACES = ("directory", "cache", "serve", "export", "compile", "simulate")
+_PLACES = (
+  *("directory", "cache", "serve", "export", "compile", "simulate"),
+  *("remote", "transport"),
+)
 """Fields that say where a run lives and goes to, not what it computes."""
 
 
@@ -56,7 +62,8 @@ class Devices:
     default_factory=sharding.MeshShape
   )
   """The generator's mesh: the devices after the trainer's (async), or the
-  first ones too (sync and lockstep)."""
+  first ones too (sync and lockstep). Where generators have processes of their
+  own, that of each of them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,6 +128,15 @@ class Config:
   """Batches between checkpoints, >= 1; the last batch has one anyway."""
   checkpoints_kept: int = 2
   """Newest checkpoints that stay on disk, >= 1."""
+  remote: roster.Config = dataclasses.field(default_factory=roster.Config)
+  """Generators that have processes of their own (`serve`, with
+  serve.weights='awaited'); where any is named, all devices of the trainer's
+  train, and the schedule must be async. Without any the run has a generator of
+  its own."""
+  transport: transports.Config = dataclasses.field(
+    default_factory=transports.Config
+  )
+  """How weights reach them."""
   serve: servers.Config = dataclasses.field(default_factory=servers.Config)
   """Of the command `serve`: address and limits."""
   export: huggingface.Export = dataclasses.field(
@@ -149,6 +165,11 @@ class Config:
     if self.seed >= 2**31:
       raise ConfigError(f"config.seed is {self.seed}; it must be < 2**31")
     schedules.parse(self.schedule)
+    if self.remote.names_any and self.lag is not None:
+      raise ConfigError(
+        f"config.schedule is {self.schedule!r}; it must be 'async' where "
+        "config.remote names generators, which take weights in their own time"
+      )
     staleness.staleness_bound(self.max_staleness)
     if staleness.staleness_bound(self.staleness_limit) < self._refresh_lag:
       raise ConfigError(
@@ -222,15 +243,22 @@ class Config:
   def _refresh_lag(self) -> int:
     return self.engine.mismatch.refresh_period - 1
 
+  def admitted_version(self, served: int) -> int:
+    """The version that admission counts from while this one is served.
+
+    It has used up what the generator's refresh period adds to the limit.
+    """
+    return served + self._refresh_lag
+
   @property
   def clean(self) -> "Config":
-    """The same, with a generator that computes as the learner does."""
+    """The same, with one generator, which computes as the learner does."""
     engine = dataclasses.replace(self.engine, mismatch=quantization.Config())
-    return dataclasses.replace(self, engine=engine)
+    return dataclasses.replace(self, engine=engine, remote=roster.Config())
 
   @property
   def num_devices(self) -> int:
-    """Devices that the run needs."""
+    """Devices that the run needs, all its generators in this process."""
     trainer, generator = self.devices.trainer.size, self.devices.generator.size
     if self.lag is None:
       return trainer + generator
@@ -240,20 +268,23 @@ class Config:
 def meshes(config: Config) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
   """The trainer's and the generator's mesh.
 
+  Where all generators have processes of their own, the trainer's twice.
+
   Raises:
     ConfigError: there are too few devices.
   """
-  devices = jax.devices()
-  if len(devices) < config.num_devices:
+  devices, remote = jax.devices(), config.remote.names_any
+  needed = config.devices.trainer.size if remote else config.num_devices
+  if len(devices) < needed:
     raise ConfigError(
       f"config.devices and schedule {config.schedule!r} need "
-      f"{config.num_devices} devices; there are {len(devices)}"
+      f"{needed} devices; there are {len(devices)}"
     )
+  trainer = sharding.make_mesh(config.devices.trainer, devices)
+  if remote:
+    return trainer, trainer
   first = config.devices.trainer.size if config.lag is None else 0
-  return (
-    sharding.make_mesh(config.devices.trainer, devices),
-    sharding.make_mesh(config.devices.generator, devices[first:]),
-  )
+  return trainer, sharding.make_mesh(config.devices.generator, devices[first:])
 
 
 @contextlib.contextmanager
@@ -374,6 +405,42 @@ def make_driver(
     )
 
 
+def make_fleet(
+  config: Config,
+  life: str,
+  *,
+  on_served: Callable[[int], None],
+  on_failure: Callable[[BaseException], None],
+) -> fleet.Fleet:
+  """The generators of config.remote, not connected; see `Fleet`.
+
+  Raises:
+    ConfigError: a secret is not there, or not fit for its use.
+  """
+  with _refusing("config.remote"):
+    return fleet.Fleet(
+      config.remote,
+      life=life,
+      on_served=on_served,
+      on_failure=on_failure,
+      clock=time.monotonic,
+    )
+
+
+def make_transport(config: Config, life: str) -> transports.Transport:
+  """How weights reach config.remote; in every process of the trainer at once.
+
+  Raises:
+    ConfigError: other machines reach the trainer, and there is no token.
+  """
+  with _refusing("config.transport"):
+    token = servers.secret(
+      "token_file", config.remote.token_file, servers.TOKEN_VARIABLE
+    )
+    directory = config.run_directory / "weights"
+    return transports.make_transport(config.transport, directory, token, life)
+
+
 def start_params(
   config: Config,
   task: envs.Task,
@@ -444,7 +511,7 @@ def make_actor(
   config: Config,
   task: envs.Task,
   rows: dict[str, data.Rows],
-  driver: drivers.GenerationDriver,
+  generator: Generator,
   groups: buffer.Buffer,
 ) -> actors.Actor:
   """The actor, not started.
@@ -461,7 +528,7 @@ def make_actor(
       max_trajectory_tokens=config.engine.context_length,
       seed=config.seed,
     ),
-    generator=driver,
+    generator=generator,
     make_environment=task.environment,
     prompts=prompt_stream(config, task, rows).__getitem__,
     admission=staleness.Admission(

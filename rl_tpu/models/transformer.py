@@ -485,23 +485,36 @@ class Policy:
     trajectory_ids: Int[Array, "R T"],
   ) -> tuple[Float[Array, "R T D"], moe.Routing | None]:
     """Final hidden states, and each layer's routing, [L, R, T, ...]."""
+    rows = tokens.shape
+    # On one device tokens pass the layers as one list: products of matrices,
+    # where over two axes of tokens a CPU would transpose a copy of them for the
+    # gradient of each weight.
+    stream = (-1,) if sharding.one_device() else rows
 
     def attend(_, q, k, v):
-      return attention.packed(q, k, v, trajectory_ids)
+      apart = (x.reshape(*rows, *x.shape[-2:]) for x in (q, k, v))
+      return attention.packed(*apart, trajectory_ids).reshape(q.shape)
 
-    x = self._embed(params, tokens, "rows")
-    x, _, routing = self._layers(params, x, positions, attend)
+    x = self._embed(params, tokens.reshape(stream), "rows")
+    x, _, routing = self._layers(params, x, positions.reshape(stream), attend)
     routing = jax.tree.map(lambda *stacks: jnp.concatenate(stacks), *routing)
-    return _whole(self._final_norm(params, x)), routing
+    routing = jax.tree.map(
+      lambda a: a.reshape(len(a), *rows, *a.shape[x.ndim :]), routing
+    )
+    x = _whole(self._final_norm(params, x))
+    return x.reshape(*rows, -1), routing
 
   def logits(
     self, params: Params, hidden: Float[Array, "... D"]
   ) -> Float[Array, "... V"]:
     """Float32 logits of hidden states."""
-    head = params["embedding"].T if self.config.tied else params["head"]
-    return jnp.matmul(
+    name, equation = "head", "...d,dv->...v"
+    if self.config.tied:
+      name, equation = "embedding", "...d,vd->...v"
+    return jnp.einsum(
+      equation,
       hidden,
-      head.astype(hidden.dtype),
+      params[name].astype(hidden.dtype),
       preferred_element_type=jnp.float32,
     )
 

@@ -84,6 +84,10 @@ class Config:
   """What the backward pass of a layer computes again: nothing, all but products
   with weights, sums of norms and attention's kernel, or all; each holds less
   memory than the one before."""
+  unroll: int = 1
+  """Layers that a step of the scan over them computes, >= 1; from num_layers on
+  there is no loop. Saves CPUs from moving activations into stacks and out of
+  them again, for a compile time that grows with it."""
 
   def __post_init__(self):
     for field in dataclasses.fields(self):
@@ -653,9 +657,10 @@ class Policy:
     if policy is not None and cache is None:
       # Inside a scan nothing can be merged with the backward pass anyway.
       body = jax.checkpoint(body, policy=policy, prevent_cse=False)
+    unroll = min(self.config.unroll, self.config.num_layers // len(stacks))
     keys_values, routing = [], []
     for stack in zip(stacks, cache or [None] * len(stacks), strict=True):
-      x, (new, routed) = jax.lax.scan(body, x, stack)
+      x, (new, routed) = jax.lax.scan(body, x, stack, unroll=unroll)
       keys_values.append(new)
       routing.append(routed)
     return x, keys_values, routing

@@ -495,9 +495,12 @@ class Policy:
     # gradient of each weight.
     stream = (-1,) if sharding.one_device() else rows
 
+    def apart(x):
+      return x.reshape(*rows, *x.shape[-2:])
+
     def attend(_, q, k, v):
-      apart = (x.reshape(*rows, *x.shape[-2:]) for x in (q, k, v))
-      return attention.packed(*apart, trajectory_ids).reshape(q.shape)
+      mixed = attention.packed(apart(q), apart(k), apart(v), trajectory_ids)
+      return mixed.reshape(q.shape)
 
     x = self._embed(params, tokens.reshape(stream), "rows")
     x, _, routing = self._layers(params, x, positions.reshape(stream), attend)

@@ -106,8 +106,8 @@ class Config:
   """Sizes of the policy."""
   pretrained: str | None = None
   """Folder in Hugging Face's format whose weights and tokenizer the run starts
-  from; `model` must be its `huggingface.read_config`, but for compute dtype and
-  remat."""
+  from; `model` must be its `huggingface.read_config`, but for compute dtype,
+  remat and unroll."""
   sampling: Sampling = dataclasses.field(default_factory=Sampling)
   """How training tokens are drawn; stop ids are the tokenizer's if empty."""
   learner: learner.Config

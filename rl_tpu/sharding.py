@@ -167,6 +167,11 @@ def splits(size: int, axis: str) -> bool:
   return ways > 1 and size % ways == 0
 
 
+def one_device() -> bool:
+  """Whether nothing is split: no mesh is in force, or one of one device."""
+  return math.prod(jax.sharding.get_abstract_mesh().shape.values()) == 1
+
+
 def on_tpu() -> bool:
   """Whether the mesh in force is one of TPUs, real or described."""
   device = jax.sharding.get_abstract_mesh().abstract_device

@@ -24,6 +24,8 @@ from rl_tpu import (
   history,
   learner,
   metrics,
+  ownership,
+  processes,
   schedules,
   sft,
   sharding,
@@ -40,7 +42,10 @@ from rl_tpu.types import Sampling
 from rl_tpu.view import View
 from rl_tpu.virtual import config as virtual
 
-_PLACES = ("directory", "cache", "serve", "export", "compile", "simulate")
+_PLACES = (
+  *("directory", "cache", "resume", "distributed"),
+  *("serve", "export", "compile", "simulate"),
+)
 """Fields that say where a run lives and goes to, not what it computes."""
 
 
@@ -121,6 +126,13 @@ class Config:
   """Batches between checkpoints, >= 1; the last batch has one anyway."""
   checkpoints_kept: int = 2
   """Newest checkpoints that stay on disk, >= 1."""
+  resume: ownership.Resume = "auto"
+  """`auto` goes on from the newest checkpoint if the directory has one, `never`
+  refuses to, `must` refuses to begin anew."""
+  distributed: processes.Config = dataclasses.field(
+    default_factory=processes.Config
+  )
+  """Of a trainer of several processes."""
   serve: servers.Config = dataclasses.field(default_factory=servers.Config)
   """Of the command `serve`: address and limits."""
   export: huggingface.Export = dataclasses.field(
@@ -230,8 +242,13 @@ class Config:
 
   @property
   def num_devices(self) -> int:
-    """Devices that the run needs."""
-    trainer, generator = self.devices.trainer.size, self.devices.generator.size
+    """Devices that each process of the run needs."""
+    return self.devices_needed(self.distributed.processes)
+
+  def devices_needed(self, processes: int) -> int:
+    """The same for so many processes; the first has the generator."""
+    trainer = -(-self.devices.trainer.size // processes)
+    generator = self.devices.generator.size
     if self.lag is None:
       return trainer + generator
     return max(trainer, generator)
@@ -240,19 +257,33 @@ class Config:
 def meshes(config: Config) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
   """The trainer's and the generator's mesh.
 
+  Each process gives as many devices to the trainer, its first ones; the
+  generator's are those of process 0.
+
   Raises:
     ConfigError: there are too few devices.
   """
-  devices = jax.devices()
-  if len(devices) < config.num_devices:
+  count, size = jax.process_count(), config.devices.trainer.size
+  if size % count:
+    raise ConfigError(
+      f"config.devices.trainer has {size} devices; it must be a multiple of "
+      f"the {count} processes"
+    )
+  local = [jax.local_devices(process_index=index) for index in range(count)]
+  least, needed = min(map(len, local)), config.devices_needed(count)
+  if least < needed:
+    each = " in each process" * (count > 1)
     raise ConfigError(
       f"config.devices and schedule {config.schedule!r} need "
-      f"{config.num_devices} devices; there are {len(devices)}"
+      f"{needed} devices{each}; there are {least}"
     )
-  first = config.devices.trainer.size if config.lag is None else 0
+  share = size // count
+  given = {device for devices in local for device in devices[:share]}
+  trainer = [device for device in jax.devices() if device in given]
+  generator = local[0][share if config.lag is None else 0 :]
   return (
-    sharding.make_mesh(config.devices.trainer, devices),
-    sharding.make_mesh(config.devices.generator, devices[first:]),
+    sharding.make_mesh(config.devices.trainer, trainer),
+    sharding.make_mesh(config.devices.generator, generator),
   )
 
 

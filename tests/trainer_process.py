@@ -1,0 +1,81 @@
+"""`python -m rl_tpu train` of a tiny run, as one process of a trainer.
+
+    python trainer_process.py DIRECTORY DISTRIBUTED [CHANGES] [FAULT]
+
+DISTRIBUTED and CHANGES are JSON: fields of `processes.Config` and of the tiny
+run. FAULT is `BATCH:WHAT`: what happens in this process when it has trained so
+many batches. `raise`, `exit` (as if killed), `stop` (itself: it hangs), `term`
+(itself, a signal), or `wait`: until killed, without a word.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import signal
+import sys
+import threading
+
+here = pathlib.Path(__file__).resolve()
+sys.path[:0] = [str(here.parents[1]), str(here.parent)]
+
+import tiny_run
+
+from rl_tpu import __main__ as command_line
+from rl_tpu import envs, parts, processes, sharding
+from rl_tpu.config import to_config_dict
+from rl_tpu.learner import Learner
+
+
+def get_config(directory, distributed, changes):
+  config = tiny_run.get_config(pathlib.Path(directory))
+  mesh = sharding.MeshShape(data=2, fsdp=2)
+  return dataclasses.replace(
+    config,
+    devices=parts.Devices(trainer=mesh),
+    distributed=processes.Config(**distributed),
+    **changes,
+  )
+
+
+def break_at(fault):
+  at, what = fault.split(":")
+  train, trained = Learner.train, []
+
+  def faulty(self, state, batch):
+    trained.append(None)
+    result = train(self, state, batch)
+    if len(trained) == int(at):
+      if what == "raise":
+        raise ZeroDivisionError("a fault that the test asked for")
+      if what == "exit":
+        os.kill(os.getpid(), signal.SIGKILL)
+      if what == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+      if what == "term":
+        os.kill(os.getpid(), signal.SIGTERM)
+      if what == "wait":
+        threading.Event().wait()
+    return result
+
+  Learner.train = faulty
+
+
+def main(directory, distributed, changes="{}", fault=None):
+  module = envs.get("reasoning_gym")
+  module.Task.environment = lambda task, prompt: tiny_run.OddFirst(prompt)
+  if fault:
+    break_at(fault)
+  config = get_config(directory, json.loads(distributed), json.loads(changes))
+  values = to_config_dict(config)
+  file = pathlib.Path(directory) / f"config-{os.getpid()}.py"
+  file.parent.mkdir(parents=True, exist_ok=True)
+  file.write_text(
+    "import ml_collections\n"
+    f"def get_config():\n  return ml_collections.ConfigDict({values.to_dict()})"
+  )
+  return command_line.main(["rl_tpu", "train", f"--config={file}"])
+
+
+if __name__ == "__main__":
+  sys.exit(main(*sys.argv[1:]))

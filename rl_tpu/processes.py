@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any
 
 import jax
@@ -97,9 +97,10 @@ def join(config: Config) -> None:
   """
   if config.coordinator is None:
     return
-  # Signals are the run's own; ours is a sooner heartbeat that says who died.
+  # Signals are the run's own. A heartbeat is too: JAX's aborts the process, and
+  # must be the later one.
   jax.config.update("jax_enable_preemption_service", False)
-  heartbeat = 2 * config.heartbeat_seconds
+  heartbeat = 2 * config.heartbeat_seconds + round(_UNWIND_SECONDS)
   if config.coordinator == "auto":
     jax.distributed.initialize(heartbeat_timeout_seconds=heartbeat)
     return
@@ -330,15 +331,15 @@ class Team:
           f"hangs: no sign of life for {self._heartbeat_seconds:g} s"
         )
         self._set("failed/0", json.dumps([why, _FAILED]))
-        self._leave(why, _FAILED, without=index)
+        self._leave(why, _FAILED, dead={index})
 
-  def _leave(self, why: str, code: int, without: int | None = None) -> None:
+  def _leave(self, why: str, code: int, dead: Set[int] = frozenset()) -> None:
     """Ends this process, whatever its other threads wait for."""
     _say(why)
-    self._part(without)
+    self._part(dead)
     _exit(code)
 
-  def _part(self, without: int | None = None) -> None:
+  def _part(self, dead: Set[int]) -> None:
     """Says that this process ends.
 
     The store ends with process 0, which waits until the others have said so.
@@ -346,19 +347,19 @@ class Team:
     self._set(f"gone/{self.index}", "")
     deadline = time.monotonic() + _LEAVE_SECONDS
     while self.leads and time.monotonic() < deadline:
-      if len({*self._said("gone"), without} - {None}) == self.count:
+      if len({*self._said("gone"), *dead}) == self.count:
         return
       time.sleep(_LOOK_SECONDS / 10)
 
   def _fail(self, error: BaseException) -> None:
     """Tells the others; this process ends by itself, or else is ended."""
-    code = _FAILED
+    code, dead = _FAILED, set()
     if isinstance(error, ConfigError):
       code = _REFUSED
     elif isinstance(error, KeyboardInterrupt):
       code = INTERRUPTED
     elif isinstance(error, jax.errors.JaxRuntimeError):
-      self._name_the_dead()
+      dead = self._name_the_dead()
     why = f"trainer process {self.index} failed: {type(error).__name__}: "
     self._set(f"failed/{self.index}", json.dumps([f"{why}{error}", code]))
 
@@ -368,24 +369,25 @@ class Team:
       _exit(code)
 
     def leave():
-      self._part()
+      self._part(dead)
       _exit(code)
 
     threading.Thread(target=end, name="end", daemon=True).start()
     # When the interpreter ends JAX would wait for the others, in vain.
     atexit.register(leave)
 
-  def _name_the_dead(self) -> None:
+  def _name_the_dead(self) -> set[int]:
     """A collective may have failed because another process did."""
     for why, _ in map(json.loads, self._said("failed").values()):
       _say(why)
     before = self._said("beat")
     time.sleep(_DEAD_AFTER * _LOOK_SECONDS)
     after = self._said("beat")
-    for index in sorted(set(before) - {self.index}):
-      if before[index] == after[index]:
-        host = before[index].partition(" ")[0]
-        _say(f"trainer process {index} on {host} gives no sign of life")
+    dead = {index for index in before if before[index] == after[index]}
+    for index in sorted(dead - {self.index}):
+      host = before[index].partition(" ")[0]
+      _say(f"trainer process {index} on {host} gives no sign of life")
+    return dead
 
 
 def _sum(x: jax.Array) -> jax.Array:

@@ -4,8 +4,8 @@
 
 DISTRIBUTED and CHANGES are JSON: fields of `processes.Config` and of the tiny
 run. FAULT is `BATCH:WHAT`: what happens in this process when it has trained so
-many batches. `raise`, `exit` (as if killed), `stop` (itself: it hangs), `term`
-(itself, a signal), or `wait`: until killed, without a word.
+many batches: `raise`, `exit` (as if killed), `stop` (it hangs), `term` (a signal
+comes), or `await`: the run is to stop.
 """
 
 import dataclasses
@@ -14,10 +14,7 @@ import os
 import pathlib
 import signal
 import sys
-import threading
-
-here = pathlib.Path(__file__).resolve()
-sys.path[:0] = [str(here.parents[1]), str(here.parent)]
+import time
 
 import tiny_run
 
@@ -41,6 +38,11 @@ def get_config(directory, distributed, changes):
 def break_at(fault):
   at, what = fault.split(":")
   train, trained = Learner.train, []
+  make, teams = processes.Team.__init__, []
+
+  def known(self, *arguments):
+    make(self, *arguments)
+    teams.append(self)
 
   def faulty(self, state, batch):
     trained.append(None)
@@ -54,11 +56,12 @@ def break_at(fault):
         os.kill(os.getpid(), signal.SIGSTOP)
       if what == "term":
         os.kill(os.getpid(), signal.SIGTERM)
-      if what == "wait":
-        threading.Event().wait()
+      while what == "await" and not teams[0].stop_requested:
+        time.sleep(0.01)
     return result
 
   Learner.train = faulty
+  processes.Team.__init__ = known
 
 
 def main(directory, distributed, changes="{}", fault=None):

@@ -3,9 +3,9 @@
     python trainer_process.py DIRECTORY DISTRIBUTED [CHANGES] [FAULT]
 
 DISTRIBUTED and CHANGES are JSON: fields of `processes.Config` and of the tiny
-run. FAULT is `BATCH:WHAT`: what happens in this process when it has trained so
-many batches: `raise`, `exit` (as if killed), `stop` (it hangs), `term` (a signal
-comes), or `await`: the run is to stop.
+run. FAULT is `BATCH:WHAT`: what happens here when so many batches are trained.
+`raise`; `exit`: it is killed; `stop`: it hangs; `term`: it gets a signal;
+`await`: it goes on when the run is to stop.
 """
 
 import dataclasses

@@ -30,7 +30,6 @@ FIGURES = ("loss", "grad_norm", "reward", "clip_fraction")
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-  """Runs are siblings: they share what was compiled."""
   return tmp_path_factory.mktemp("trainers")
 
 

@@ -24,11 +24,18 @@ from rl_tpu.config import to_config_dict
 from rl_tpu.learner import Learner
 
 
+def shared_cache():
+  """What is compiled once serves all runs of these tests, and later ones."""
+  below = os.environ.get("JAX_COMPILATION_CACHE_DIR", "/tmp/rl_tpu_test_cache")
+  return str(pathlib.Path(below) / "trainers")
+
+
 def get_config(directory, distributed, changes):
   config = tiny_run.get_config(pathlib.Path(directory))
   mesh = sharding.MeshShape(data=2, fsdp=2)
   return dataclasses.replace(
     config,
+    cache=shared_cache(),
     devices=parts.Devices(trainer=mesh),
     distributed=processes.Config(**distributed),
     **changes,

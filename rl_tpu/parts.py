@@ -536,7 +536,12 @@ def claim(config: Config) -> dict[str, Any] | None:
 
 
 def record(config: Config) -> None:
-  """Writes what the run is into its directory."""
+  """Writes what the run is into its directory, which is ours now.
+
+  Raises:
+    ConfigError: until now it was another run's, of another config.
+  """
+  claim(config)
   directory = config.run_directory
   directory.mkdir(parents=True, exist_ok=True)
   metrics.write_json(directory / "config.json", to_json(config))

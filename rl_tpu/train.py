@@ -61,7 +61,6 @@ def run(config: parts.Config, view: View) -> dict[str, Any]:
   """
   team = Team(config.distributed.heartbeat_seconds)
   with contextlib.ExitStack() as stack, team.together():
-    stack.enter_context(ownership.held(config.run_directory))
     summary = parts.claim(config)
     newest = policies.newest(config.run_directory / "checkpoints")
     ownership.check(config.resume, config.run_directory, newest)
@@ -70,7 +69,9 @@ def run(config: parts.Config, view: View) -> dict[str, Any]:
       return summary
     team.tell("begin", {"config": to_json(config)})
     this = _Run(config, view, team, stack)
+    stack.enter_context(ownership.held(config.run_directory))
     parts.record(config)
+    this.open_checkpoints()
     if not this.restore():
       this.begin()
     this.refer()
@@ -131,7 +132,6 @@ class _Run(Trainer):
     self.actor = parts.make_actor(
       config, self.task, self._rows, self.driver, self._buffer
     )
-    self.open_checkpoints()
     self.seconds = self.waited = 0.0
     self._weight_shardings = self.learner.policy.param_shardings(
       self._generator_mesh
@@ -427,6 +427,7 @@ def evaluate_newest(config: parts.Config, view: View) -> dict[str, Any]:
     raise ConfigError(f"{directory} is not there: nothing to evaluate")
   with contextlib.ExitStack() as stack:
     this = _Run(config.clean, view, Team(), stack)
+    this.open_checkpoints()
     if not this.restore():
       raise ConfigError(f"{directory} holds no checkpoint to evaluate")
     this.serve()

@@ -33,9 +33,12 @@ from rl_tpu import (
   topology,
 )
 from rl_tpu import critic as critics
+from rl_tpu import transport as transports
 from rl_tpu.config import Choice, ConfigError, differences, to_json
+from rl_tpu.episode import Generator
 from rl_tpu.generation import driver as drivers
 from rl_tpu.generation import engine as engines
+from rl_tpu.generation import fleet, roster
 from rl_tpu.generation import server as servers
 from rl_tpu.models import huggingface, quantization, tokenizer, transformer
 from rl_tpu.types import Sampling
@@ -43,7 +46,7 @@ from rl_tpu.view import View
 from rl_tpu.virtual import config as virtual
 
 _PLACES = (
-  *("directory", "cache", "resume", "distributed"),
+  *("directory", "cache", "resume", "distributed", "remote", "transport"),
   *("serve", "export", "compile", "simulate"),
 )
 """Fields that say where a run lives and goes to, not what it computes."""
@@ -61,7 +64,8 @@ class Devices:
     default_factory=sharding.MeshShape
   )
   """The generator's mesh: the devices after the trainer's (async), or the
-  first ones too (sync and lockstep)."""
+  first ones too (sync and lockstep). Where generators have processes of their
+  own, that of each of them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,6 +137,15 @@ class Config:
     default_factory=processes.Config
   )
   """Of a trainer of several processes."""
+  remote: roster.Config = dataclasses.field(default_factory=roster.Config)
+  """Generators that have processes of their own (`serve`, with
+  serve.weights='awaited'); where any is named, all devices of the trainer's
+  train, and the schedule must be async. Without any the run has a generator of
+  its own."""
+  transport: transports.Config = dataclasses.field(
+    default_factory=transports.Config
+  )
+  """How weights reach them."""
   serve: servers.Config = dataclasses.field(default_factory=servers.Config)
   """Of the command `serve`: address and limits."""
   export: huggingface.Export = dataclasses.field(
@@ -161,6 +174,11 @@ class Config:
     if self.seed >= 2**31:
       raise ConfigError(f"config.seed is {self.seed}; it must be < 2**31")
     schedules.parse(self.schedule)
+    if self.remote.names_any and self.lag is not None:
+      raise ConfigError(
+        f"config.schedule is {self.schedule!r}; it must be 'async' where "
+        "config.remote names generators, which take weights in their own time"
+      )
     staleness.staleness_bound(self.max_staleness)
     if staleness.staleness_bound(self.staleness_limit) < self._refresh_lag:
       raise ConfigError(
@@ -234,15 +252,22 @@ class Config:
   def _refresh_lag(self) -> int:
     return self.engine.mismatch.refresh_period - 1
 
+  def admitted_version(self, served: int) -> int:
+    """The version that admission counts from while this one is served.
+
+    It has used up what the generator's refresh period adds to the limit.
+    """
+    return served + self._refresh_lag
+
   @property
   def clean(self) -> "Config":
-    """The same, with a generator that computes as the learner does."""
+    """The same, with one generator, which computes as the learner does."""
     engine = dataclasses.replace(self.engine, mismatch=quantization.Config())
-    return dataclasses.replace(self, engine=engine)
+    return dataclasses.replace(self, engine=engine, remote=roster.Config())
 
   @property
   def num_devices(self) -> int:
-    """Devices that each process of the run needs."""
+    """Devices that each process of the run needs, with its own generator."""
     return self.devices_needed(self.distributed.processes)
 
   def devices_needed(self, processes: int) -> int:
@@ -258,7 +283,8 @@ def meshes(config: Config) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
   """The trainer's and the generator's mesh.
 
   Each process gives as many devices to the trainer, its first ones; the
-  generator's are those of process 0.
+  generator's are those of process 0. Where all generators have processes of
+  their own, it is the trainer's twice.
 
   Raises:
     ConfigError: there are too few devices.
@@ -269,22 +295,24 @@ def meshes(config: Config) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
       f"config.devices.trainer has {size} devices; it must be a multiple of "
       f"the {count} processes"
     )
+  share, remote = size // count, config.remote.names_any
   local = [jax.local_devices(process_index=index) for index in range(count)]
-  least, needed = min(map(len, local)), config.devices_needed(count)
+  needed = share if remote else config.devices_needed(count)
+  least = min(map(len, local))
   if least < needed:
     each = " in each process" * (count > 1)
     raise ConfigError(
       f"config.devices and schedule {config.schedule!r} need "
       f"{needed} devices{each}; there are {least}"
     )
-  share = size // count
   given = {device for devices in local for device in devices[:share]}
-  trainer = [device for device in jax.devices() if device in given]
-  generator = local[0][share if config.lag is None else 0 :]
-  return (
-    sharding.make_mesh(config.devices.trainer, trainer),
-    sharding.make_mesh(config.devices.generator, generator),
+  trainer = sharding.make_mesh(
+    config.devices.trainer, [d for d in jax.devices() if d in given]
   )
+  if remote:
+    return trainer, trainer
+  free = local[0][share if config.lag is None else 0 :]
+  return trainer, sharding.make_mesh(config.devices.generator, free)
 
 
 @contextlib.contextmanager
@@ -405,6 +433,42 @@ def make_driver(
     )
 
 
+def make_fleet(
+  config: Config,
+  life: str,
+  *,
+  on_served: Callable[[int], None],
+  on_failure: Callable[[BaseException], None],
+) -> fleet.Fleet:
+  """The generators of config.remote, not connected; see `Fleet`.
+
+  Raises:
+    ConfigError: a secret is not there, or not fit for its use.
+  """
+  with _refusing("config.remote"):
+    return fleet.Fleet(
+      config.remote,
+      life=life,
+      on_served=on_served,
+      on_failure=on_failure,
+      clock=time.monotonic,
+    )
+
+
+def make_transport(config: Config, life: str) -> transports.Transport:
+  """How weights reach config.remote; in every process of the trainer at once.
+
+  Raises:
+    ConfigError: other machines reach the trainer, and there is no token.
+  """
+  with _refusing("config.transport"):
+    token = servers.secret(
+      "token_file", config.remote.token_file, servers.TOKEN_VARIABLE
+    )
+    directory = config.run_directory / "weights"
+    return transports.make_transport(config.transport, directory, token, life)
+
+
 def start_params(
   config: Config,
   task: envs.Task,
@@ -475,7 +539,7 @@ def make_actor(
   config: Config,
   task: envs.Task,
   rows: dict[str, data.Rows],
-  driver: drivers.GenerationDriver,
+  generator: Generator,
   groups: buffer.Buffer,
 ) -> actors.Actor:
   """The actor, not started.
@@ -492,7 +556,7 @@ def make_actor(
       max_trajectory_tokens=config.engine.context_length,
       seed=config.seed,
     ),
-    generator=driver,
+    generator=generator,
     make_environment=task.environment,
     prompts=prompt_stream(config, task, rows).__getitem__,
     admission=staleness.Admission(

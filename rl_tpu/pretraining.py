@@ -25,7 +25,7 @@ _ELSEWHERE = (
   *("name", "directory", "cache", "schedule", "batches", "max_staleness"),
   *("on_stale", "max_running_groups", "evaluation", "devices"),
   *("checkpoint_every", "checkpoints_kept", "interruption", "compile"),
-  *("resume", "distributed"),
+  *("resume", "distributed", "remote", "transport"),
 )
 """Fields of the run that the result does not depend on."""
 
@@ -104,12 +104,11 @@ def _learn(
   shardings = trainer.policy.param_shardings(generator_mesh)
   published = publishing.publish(state.params, 0, shardings)
   driver.engine.set_starting_params(published.params)
-  driver.update(driver.engine.serve(published))
-  driver.warm_up()
   actor = parts.make_actor(sampled, task, rows, driver, buffer)
   schedule = schedules.Serial(actor, driver, buffer)
   metrics: dict[str, float] = {}
   try:
+    schedule.serve(published)
     schedule.start()
     for version in range(batches):
       groups = schedule.take(version, lambda: False)

@@ -12,6 +12,7 @@ command goes on from its newest checkpoint.
 """
 
 import contextlib
+import secrets
 import time
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -21,8 +22,6 @@ import numpy as np
 
 from rl_tpu import (
   checkpoint,
-  data,
-  evaluate,
   metrics,
   ownership,
   packing,
@@ -31,8 +30,10 @@ from rl_tpu import (
   weights,
 )
 from rl_tpu.config import ConfigError, to_json
+from rl_tpu.evaluations import Evaluations
 from rl_tpu.generation import policies
-from rl_tpu.generation.driver import GenerationDriver
+from rl_tpu.generation.driver import GenerationDriver as Driver
+from rl_tpu.generation.fleet import Fleet
 from rl_tpu.processes import Stopped as Stopped
 from rl_tpu.processes import Team
 from rl_tpu.trainer import Trainer
@@ -80,7 +81,7 @@ def run(config: parts.Config, view: View) -> dict[str, Any]:
     stack.enter_context(view.open())
     stack.enter_context(team.signals(view.note))
     if this.version == 0:
-      this.log_evaluation(0, this.evaluate())
+      this.log_evaluation()
     elif this.due(config.evaluation.every) and not this.evaluated():
       this.start_evaluation()
     this.start()
@@ -101,9 +102,9 @@ def run(config: parts.Config, view: View) -> dict[str, Any]:
       if this.due(config.checkpoint_every):
         this.save()
     this.save()
-    this.finish_evaluations()
+    this.evaluations.finish(this.log)
     if not this.evaluated():
-      this.log_evaluation(this.version, this.evaluate())
+      this.log_evaluation()
     summary = this.summary()
   metrics.write_json(config.run_directory / "summary.json", summary)
   return summary
@@ -123,22 +124,34 @@ class _Run(Trainer):
     super().__init__(config, view, team, stack)
     self._buffer = parts.make_buffer(config)
     self._history = parts.make_history(config)
-    self.driver = parts.make_driver(
-      config, self._generator_mesh, self._buffer.fail
-    )
-    self._heldout = data.heldout(
-      self._rows["heldout"], config.evaluation.problems, self.task.prompt
-    )
+    self._life = secrets.token_hex(8)
+    self._driver: Driver | None = None
+    self._fleet: Fleet | None = None
+    self.generator = self._make_generator()
+    self.evaluations = Evaluations(config, self.task, self._rows, view)
     self.actor = parts.make_actor(
-      config, self.task, self._rows, self.driver, self._buffer
+      config, self.task, self._rows, self.generator, self._buffer
     )
     self.seconds = self.waited = 0.0
     self._weight_shardings = self.learner.policy.param_shardings(
       self._generator_mesh
     )
     self._published: VersionedParams | None = None
-    self._evaluations: list[tuple[int, Any]] = []
-    self._accuracy: dict[str, float] = {}
+
+  def _make_generator(self) -> schedules.Generator:
+    """The driver of this process, or the fleet of those of others."""
+    config, failed = self.config, self._buffer.fail
+    if not config.remote.names_any:
+      self._driver = parts.make_driver(config, self._generator_mesh, failed)
+      return self._driver
+
+    def served(version: int) -> None:
+      self.actor.set_served(config.admitted_version(version))
+
+    self._fleet = parts.make_fleet(
+      config, self._life, on_served=served, on_failure=failed
+    )
+    return self._fleet
 
   def restore(self) -> bool:
     """Takes over from the newest checkpoint; returns whether there is one."""
@@ -171,8 +184,8 @@ class _Run(Trainer):
     The reference policy of a KL term, and the noise of the generator.
     """
     params = super().refer()
-    if params is not None:
-      self.driver.engine.set_starting_params(params)
+    if params is not None and self._driver is not None:
+      self._driver.engine.set_starting_params(params)
 
   def open_log(self) -> None:
     """Opens the log, cut back to this version; 0 begins it anew."""
@@ -186,20 +199,27 @@ class _Run(Trainer):
 
     Those of this version, unless a restored run's generator held older ones.
     """
+    self.schedule = self._make_schedule()
+    self._stack.callback(self.schedule.stop)
     published = self._published or self.versioned()
-    self.driver.update(self.driver.engine.serve(published))
+    self.schedule.serve(published)
     self._keep(published)
-    self.driver.warm_up()
+
+  def _make_schedule(self) -> schedules.Schedule:
+    if self._fleet is not None:
+      self.view.note("waiting for a generator to take the weights")
+      transport = self.make_transport(self._life)
+      return schedules.Remote(self.actor, self._fleet, self._buffer, transport)
+    assert self._driver is not None
     lag = self.config.lag
     kind = schedules.Concurrent if lag is None else schedules.Serial
-    self.schedule = kind(self.actor, self.driver, self._buffer)
-    self._stack.callback(self.schedule.stop)
+    return kind(self.actor, self._driver, self._buffer)
 
   def start(self) -> None:
     """Lets the actor dispatch, and starts the clock of the loop."""
     self._ended = time.monotonic()
     self._origin = self._ended - self.seconds
-    self._generated = self.driver.counters().tokens
+    self._generated = self.generator.counters().tokens
     self.schedule.start()
 
   def take(self) -> list[Group]:
@@ -220,22 +240,31 @@ class _Run(Trainer):
     )
 
   def versioned(self) -> VersionedParams:
-    """A copy of the weights on the generator's mesh."""
+    """A copy of the weights on the generator's mesh.
+
+    Whoever brings them to another process makes the copy that it needs.
+    """
+    if self._driver is None and not self._keeps:
+      self.team.tell("publish")
+      return VersionedParams(version=self.version, params=self.state.params)
     return weights.publish(self.weights(), self.version, self._weight_shardings)
 
   def publish(self) -> None:
     """Gives the generator this version's weights if it takes them over."""
     if self.config.engine.mismatch.refreshes(self.version):
       published = self.versioned()
-      self.schedule.publish(self.driver.engine.serve(published))
+      self.schedule.publish(published)
       self._keep(published)
     else:
       self.actor.set_version(self.version)
 
   def _keep(self, published: VersionedParams) -> None:
     """Keeps what checkpoints of versions without a refresh must hold."""
-    always = self.config.engine.mismatch.refresh_period == 1
-    self._published = None if always else published
+    self._published = published if self._keeps else None
+
+  @property
+  def _keeps(self) -> bool:
+    return self.config.engine.mismatch.refresh_period > 1
 
   def due(self, every: int) -> bool:
     """Whether something that comes every so many batches comes now."""
@@ -246,19 +275,20 @@ class _Run(Trainer):
     """Held-out accuracy now, of the learner's policy.
 
     Where the generator's is another, training waits and a second engine
-    samples, made for it on the same devices.
+    samples, made for it on the same devices. Generators in other processes
+    answer with the policy that they have.
     """
-    if self.config.engine.mismatch.exact:
-      return self.schedule.call(self._evaluation(self.driver))
+    if self._driver is None or self.config.engine.mismatch.exact:
+      return self.schedule.call(self.evaluations.ask(self.generator))
     clean = parts.make_driver(self.config.clean, self._generator_mesh)
     clean.update(clean.engine.serve(self.versioned()))
-    self.driver.pause()
+    self._driver.pause()
     schedule = schedules.Serial(self.actor, clean, self._buffer)
     try:
-      return schedule.call(self._evaluation(clean))
+      return schedule.call(self.evaluations.ask(clean))
     finally:
       schedule.stop()
-      self.driver.resume()
+      self._driver.resume()
 
   def evaluated(self) -> bool:
     """Whether the log holds this version's held-out accuracy."""
@@ -270,47 +300,17 @@ class _Run(Trainer):
   def start_evaluation(self) -> None:
     """Evaluates beside the training, from this version's weights on.
 
-    In async training newer weights may reach it before it ends; the row is
-    that of the version it started with. Where the generator's policy is not
-    the learner's, it ends before training goes on.
+    Where the generator's policy is not the learner's, it ends before training
+    goes on.
     """
-    if not self.config.engine.mismatch.exact:
-      self.log_evaluation(self.version, self.evaluate())
+    if self._driver is not None and not self.config.engine.mismatch.exact:
+      self.log_evaluation()
       return
-    future = self.schedule.submit(self._evaluation(self.driver))
-    self._evaluations.append((self.version, future))
+    self.evaluations.start(self.version, self.schedule, self.generator)
 
-  def finish_evaluations(self) -> None:
-    """Waits for those under way and logs them."""
-    for batch, future in self._evaluations:
-      self.log_evaluation(batch, future.result())
-    self._evaluations = []
-
-  async def _evaluation(self, driver: GenerationDriver) -> dict[str, float]:
-    """Raises if the generator failed; that says nothing of the policy."""
-    row = await evaluate.evaluate(
-      driver,
-      self.task.environment,
-      self._heldout,
-      sampling=parts.sampling(self.config, self.task),
-      seed=self.config.seed,
-      max_turns=self.config.max_turns,
-      max_trajectory_tokens=self.config.engine.context_length,
-    )
-    if driver.failure is not None:
-      raise driver.failure
-    return row
-
-  def log_evaluation(self, batch: int, row: dict[str, float]) -> None:
-    """Writes and shows held-out accuracy."""
-    self.log.write(batch, row)
-    self._accuracy = {"heldout_accuracy": row["heldout_accuracy"]}
-    self.view.note(
-      f"held-out accuracy after batch {batch}: "
-      f"{row['heldout_accuracy']:.3f} sampled, "
-      f"{row['heldout_greedy']:.3f} greedy"
-      + (f", {row['heldout_failed']:.0f} failed" * bool(row["heldout_failed"]))
-    )
+  def log_evaluation(self) -> None:
+    """Evaluates now."""
+    self.evaluations.log(self.log, self.version, self.evaluate())
 
   def log_batch(
     self,
@@ -325,14 +325,13 @@ class _Run(Trainer):
     A batch's seconds go from the end of the one before to its own end, so
     that what happens in between (evaluations, checkpoints) is in the rates.
     """
-    for done in [e for e in self._evaluations if e[1].done()]:
-      self._evaluations.remove(done)
-      self.log_evaluation(done[0], done[1].result())
+    self.evaluations.log_ended(self.log)
     seconds, self._ended = ended - self._ended, ended
     self.seconds += seconds
     self.waited += taken - began
-    generated = self.driver.counters().tokens
+    generated = self.generator.counters().tokens
     row |= {
+      **self.schedule.figures(),
       "generated_tokens_per_second": (generated - self._generated) / seconds,
       "trained_tokens_per_second": row["action_tokens"] / seconds,
       "learner_wait_share": (taken - began) / seconds,
@@ -355,14 +354,14 @@ class _Run(Trainer):
     )
     events = [("learner", began, taken, "wait")]
     events.append(("learner", taken, ended, "train"))
-    events += [("generator", *event) for event in self.driver.take_events()]
+    events += [("generator", *event) for event in self.generator.take_events()]
     intervals = [
       (part, kind, start - self._origin, end - self._origin)
       for part, start, end, kind in events
     ]
     self.log.record("events", self.version, {"intervals": intervals})
     left = (self.config.batches / self.version - 1) * self.seconds
-    self.view.batch(self.version, row | self._accuracy, left)
+    self.view.batch(self.version, row | self.evaluations.latest, left)
 
   def save(self) -> None:
     """Starts a checkpoint of this moment."""

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import rich.console
 
-from rl_tpu import checkpoint, parts, pretraining, weights
+from rl_tpu import checkpoint, parts, pretraining, transport, weights
 from rl_tpu.config import ConfigError, differences, to_json
 from rl_tpu.processes import Team
 from rl_tpu.types import Batch
@@ -34,10 +34,12 @@ class Trainer:
     stack: contextlib.ExitStack,
   ):
     """Makes what needs no weights; `stack` ends it."""
+    _check(config, team)
     self.config, self.view, self.team, self._stack = config, view, team, stack
     self._trainer_mesh, self._generator_mesh = parts.meshes(config)
     self.learner = parts.make_learner(config, self._trainer_mesh)
     self.task, self._rows = parts.make_task(config)
+    self._transport: transport.Transport | None = None
 
   def open_checkpoints(self) -> None:
     """Opens the run's checkpoints."""
@@ -112,6 +114,17 @@ class Trainer:
     self.team.tell("weights")
     return weights.readable(self.state.params)
 
+  def make_transport(self, life: str) -> transport.Transport:
+    """How weights reach generators that have processes of their own."""
+    self.team.tell("transport", {"life": life})
+    self._transport = parts.make_transport(self.config, life)
+    return self._transport
+
+  def publish_too(self) -> None:
+    """Publishes this version's weights, as process 0 does by itself."""
+    assert self._transport is not None, "no transport was made"
+    self._transport.publish(self.state.params, self.version)
+
   def store(self, host: dict[str, Any], meta: dict[str, Any]) -> None:
     """Starts a checkpoint of this version.
 
@@ -121,6 +134,16 @@ class Trainer:
     """
     self.team.tell("store")
     self.checkpointer.save(self.version, self.state, host, meta)
+
+
+def _check(config: parts.Config, team: Team) -> None:
+  """Refuses what only one process can do."""
+  period = config.engine.mismatch.refresh_period
+  if team.count > 1 and config.remote.names_any and period > 1:
+    raise ConfigError(
+      f"config.engine.mismatch.refresh_period is {period}; it must be 1 where "
+      "several processes train and config.remote names generators"
+    )
 
 
 def _present(batch: Batch) -> dict[str, np.ndarray]:
@@ -160,6 +183,10 @@ def follow(config: parts.Config) -> dict[str, Any]:
           this.train(Batch(**order.arrays))
         elif order.verb == "weights":
           this.weights()
+        elif order.verb == "transport":
+          stack.callback(this.make_transport(order.words["life"]).close)
+        elif order.verb == "publish":
+          this.publish_too()
         else:
           assert order.verb == "store", order.verb
           this.store({"of_process_0": np.zeros(1)}, {})

@@ -24,6 +24,8 @@ from rl_tpu import (
   history,
   learner,
   metrics,
+  ownership,
+  processes,
   schedules,
   sft,
   sharding,
@@ -44,8 +46,8 @@ from rl_tpu.view import View
 from rl_tpu.virtual import config as virtual
 
 _PLACES = (
-  *("directory", "cache", "serve", "export", "compile", "simulate"),
-  *("remote", "transport"),
+  *("directory", "cache", "resume", "distributed", "remote", "transport"),
+  *("serve", "export", "compile", "simulate"),
 )
 """Fields that say where a run lives and goes to, not what it computes."""
 
@@ -128,6 +130,13 @@ class Config:
   """Batches between checkpoints, >= 1; the last batch has one anyway."""
   checkpoints_kept: int = 2
   """Newest checkpoints that stay on disk, >= 1."""
+  resume: ownership.Resume = "auto"
+  """`auto` goes on from the newest checkpoint if the directory has one, `never`
+  refuses to, `must` refuses to begin anew."""
+  distributed: processes.Config = dataclasses.field(
+    default_factory=processes.Config
+  )
+  """Of a trainer of several processes."""
   remote: roster.Config = dataclasses.field(default_factory=roster.Config)
   """Generators that have processes of their own (`serve`, with
   serve.weights='awaited'); where any is named, all devices of the trainer's
@@ -258,8 +267,13 @@ class Config:
 
   @property
   def num_devices(self) -> int:
-    """Devices that the run needs, all its generators in this process."""
-    trainer, generator = self.devices.trainer.size, self.devices.generator.size
+    """Devices that each process of the run needs, with its own generator."""
+    return self.devices_needed(self.distributed.processes)
+
+  def devices_needed(self, processes: int) -> int:
+    """The same for so many processes; the first has the generator."""
+    trainer = -(-self.devices.trainer.size // processes)
+    generator = self.devices.generator.size
     if self.lag is None:
       return trainer + generator
     return max(trainer, generator)
@@ -268,23 +282,37 @@ class Config:
 def meshes(config: Config) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
   """The trainer's and the generator's mesh.
 
-  Where all generators have processes of their own, the trainer's twice.
+  Each process gives as many devices to the trainer, its first ones; the
+  generator's are those of process 0. Where all generators have processes of
+  their own, it is the trainer's twice.
 
   Raises:
     ConfigError: there are too few devices.
   """
-  devices, remote = jax.devices(), config.remote.names_any
-  needed = config.devices.trainer.size if remote else config.num_devices
-  if len(devices) < needed:
+  count, size = jax.process_count(), config.devices.trainer.size
+  if size % count:
+    raise ConfigError(
+      f"config.devices.trainer has {size} devices; it must be a multiple of "
+      f"the {count} processes"
+    )
+  share, remote = size // count, config.remote.names_any
+  local = [jax.local_devices(process_index=index) for index in range(count)]
+  needed = share if remote else config.devices_needed(count)
+  least = min(map(len, local))
+  if least < needed:
+    each = " in each process" * (count > 1)
     raise ConfigError(
       f"config.devices and schedule {config.schedule!r} need "
-      f"{needed} devices; there are {len(devices)}"
+      f"{needed} devices{each}; there are {least}"
     )
-  trainer = sharding.make_mesh(config.devices.trainer, devices)
+  given = {device for devices in local for device in devices[:share]}
+  trainer = sharding.make_mesh(
+    config.devices.trainer, [d for d in jax.devices() if d in given]
+  )
   if remote:
     return trainer, trainer
-  first = config.devices.trainer.size if config.lag is None else 0
-  return trainer, sharding.make_mesh(config.devices.generator, devices[first:])
+  free = local[0][share if config.lag is None else 0 :]
+  return trainer, sharding.make_mesh(config.devices.generator, free)
 
 
 @contextlib.contextmanager
@@ -572,7 +600,12 @@ def claim(config: Config) -> dict[str, Any] | None:
 
 
 def record(config: Config) -> None:
-  """Writes what the run is into its directory."""
+  """Writes what the run is into its directory, which is ours now.
+
+  Raises:
+    ConfigError: until now it was another run's, of another config.
+  """
+  claim(config)
   directory = config.run_directory
   directory.mkdir(parents=True, exist_ok=True)
   metrics.write_json(directory / "config.json", to_json(config))

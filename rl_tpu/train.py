@@ -6,17 +6,15 @@
     schedule.publish(weights)                here -> generator
     log, checkpoint, evaluate
 
-Who generates while this loop trains is the schedule's business. A run lives in
-one directory; the same command goes on from its newest checkpoint.
+Who generates while this loop trains is the schedule's business, in how many
+processes it trains is `trainer`'s. A run lives in one directory; the same
+command goes on from its newest checkpoint.
 """
 
 import contextlib
-import math
 import secrets
-import signal
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -25,22 +23,22 @@ import numpy as np
 from rl_tpu import (
   checkpoint,
   metrics,
+  ownership,
   packing,
   parts,
-  pretraining,
   schedules,
   weights,
 )
-from rl_tpu.config import ConfigError
+from rl_tpu.config import ConfigError, to_json
 from rl_tpu.evaluations import Evaluations
+from rl_tpu.generation import policies
 from rl_tpu.generation.driver import GenerationDriver as Driver
 from rl_tpu.generation.fleet import Fleet
+from rl_tpu.processes import Stopped as Stopped
+from rl_tpu.processes import Team
+from rl_tpu.trainer import Trainer
 from rl_tpu.types import Batch, Group, VersionedParams
 from rl_tpu.view import View
-
-
-class Stopped(Exception):
-  """Somebody asked the run to stop; a checkpoint was written."""
 
 
 def run(config: parts.Config, view: View) -> dict[str, Any]:
@@ -56,25 +54,32 @@ def run(config: parts.Config, view: View) -> dict[str, Any]:
     versions), `batches`, `directory`.
 
   Raises:
-    ConfigError: the directory holds a run of another config, there are too few
-      devices, or parts of the config do not fit each other or the task.
+    ConfigError: the directory is in use or holds a run of another config or a
+      state that `config.resume` refuses, there are too few devices, or parts of
+      the config do not fit each other or the task.
     Stopped: SIGINT or SIGTERM came; a checkpoint was written.
     Exception: a part failed; its error, after everything was shut down.
   """
-  summary = parts.claim(config)
-  if summary is not None:
-    view.note(f"{config.run_directory} is complete; remove it to train again")
-    return summary
-  with contextlib.ExitStack() as stack:
-    this = _Run(config, view, stack)
+  team = Team(config.distributed.heartbeat_seconds)
+  with contextlib.ExitStack() as stack, team.together():
+    summary = parts.claim(config)
+    newest = policies.newest(config.run_directory / "checkpoints")
+    ownership.check(config.resume, config.run_directory, newest)
+    if summary is not None:
+      view.note(f"{config.run_directory} is complete; remove it to train again")
+      return summary
+    team.tell("begin", {"config": to_json(config)})
+    this = _Run(config, view, team, stack)
+    stack.enter_context(ownership.held(config.run_directory))
     parts.record(config)
+    this.open_checkpoints()
     if not this.restore():
       this.begin()
     this.refer()
     this.open_log()
     this.serve()
     stack.enter_context(view.open())
-    stack.enter_context(this.signals())
+    stack.enter_context(team.signals(view.note))
     if this.version == 0:
       this.log_evaluation()
     elif this.due(config.evaluation.every) and not this.evaluated():
@@ -85,15 +90,14 @@ def run(config: parts.Config, view: View) -> dict[str, Any]:
       groups = this.take()
       taken = time.monotonic()
       batch = this.pack(groups)
-      this.state, trained = this.learner.train(this.state, batch)
-      this.version += 1
+      trained = this.train(batch)
       this.publish()
       ended = time.monotonic()
       row = metrics.describe(groups, this.version - 1) | trained
       this.log_batch(groups, row, began, taken, ended)
       if this.due(config.evaluation.every):
         this.start_evaluation()
-      if this.stop_requested:
+      if team.stop_requested:
         this.stop()
       if this.due(config.checkpoint_every):
         this.save()
@@ -106,32 +110,29 @@ def run(config: parts.Config, view: View) -> dict[str, Any]:
   return summary
 
 
-class _Run:
+class _Run(Trainer):
   """The parts of one run, and the little that changes beside them."""
 
   def __init__(
-    self, config: parts.Config, view: View, stack: contextlib.ExitStack
+    self,
+    config: parts.Config,
+    view: View,
+    team: Team,
+    stack: contextlib.ExitStack,
   ):
     """Makes the parts, without weights; `stack` ends them in order."""
-    self.config, self.view, self._stack = config, view, stack
-    self._trainer_mesh, self._generator_mesh = parts.meshes(config)
-    self.learner = parts.make_learner(config, self._trainer_mesh)
+    super().__init__(config, view, team, stack)
     self._buffer = parts.make_buffer(config)
     self._history = parts.make_history(config)
     self._life = secrets.token_hex(8)
     self._driver: Driver | None = None
     self._fleet: Fleet | None = None
     self.generator = self._make_generator()
-    self.task, self._rows = parts.make_task(config)
     self.evaluations = Evaluations(config, self.task, self._rows, view)
     self.actor = parts.make_actor(
       config, self.task, self._rows, self.generator, self._buffer
     )
-    self.checkpointer = checkpoint.Checkpointer(
-      config.run_directory / "checkpoints", keep=config.checkpoints_kept
-    )
-    stack.callback(self.checkpointer.close)
-    self.stop_requested = False
+    self.seconds = self.waited = 0.0
     self._weight_shardings = self.learner.policy.param_shardings(
       self._generator_mesh
     )
@@ -154,10 +155,9 @@ class _Run:
 
   def restore(self) -> bool:
     """Takes over from the newest checkpoint; returns whether there is one."""
-    restored = self.checkpointer.restore_latest(self.learner.abstract_state())
+    restored = self.load()
     if restored is None:
       return False
-    self.state, self.version = restored.state, restored.version
     directory = self.config.run_directory
     self.view.note(f"resuming {directory} at batch {self.version}")
     self.seconds = restored.meta["seconds"]
@@ -178,50 +178,14 @@ class _Run:
       )
     return True
 
-  def begin(self) -> dict[str, float]:
-    """Starts at version 0, from the weights of the warm start.
-
-    Returns:
-      The explained variance that value pretraining reached, if it ran.
-    """
-    params = parts.start_params(
-      self.config, self.task, self._rows, self._trainer_mesh, self.view
-    )
-    self.state = self.learner.init(params, self.config.seed)
-    critic = self.learner.critic
-    reached: dict[str, float] = {}
-    if critic is not None and critic.config.pretraining_batches:
-      self.state, reached = pretraining.pretrain(
-        self.config,
-        self.learner,
-        self.state,
-        task=self.task,
-        rows=self._rows,
-        generator_mesh=self._generator_mesh,
-        view=self.view,
-      )
-    self.version, self.seconds, self.waited = 0, 0.0, 0.0
-    return {
-      name: value
-      for name, value in reached.items()
-      if name == "explained_variance" and math.isfinite(value)
-    }
-
   def refer(self) -> None:
     """Tells what refers to the weights that the run began with what they are.
 
     The reference policy of a KL term, and the noise of the generator.
     """
-    anchored = "reference_logp" in self.learner.requires
-    if not (anchored or self.config.engine.mismatch.weight_noise):
-      return
-    params = parts.start_params(
-      self.config, self.task, self._rows, self._trainer_mesh, self.view
-    )
-    if self._driver is not None:
+    params = super().refer()
+    if params is not None and self._driver is not None:
       self._driver.engine.set_starting_params(params)
-    if anchored:
-      self.learner.set_reference(params)
 
   def open_log(self) -> None:
     """Opens the log, cut back to this version; 0 begins it anew."""
@@ -235,16 +199,16 @@ class _Run:
 
     Those of this version, unless a restored run's generator held older ones.
     """
-    published = self._published or self.versioned()
     self.schedule = self._make_schedule()
     self._stack.callback(self.schedule.stop)
+    published = self._published or self.versioned()
     self.schedule.serve(published)
     self._keep(published)
 
   def _make_schedule(self) -> schedules.Schedule:
     if self._fleet is not None:
       self.view.note("waiting for a generator to take the weights")
-      transport = parts.make_transport(self.config, self._life)
+      transport = self.make_transport(self._life)
       return schedules.Remote(self.actor, self._fleet, self._buffer, transport)
     assert self._driver is not None
     lag = self.config.lag
@@ -260,7 +224,7 @@ class _Run:
 
   def take(self) -> list[Group]:
     """The next batch's groups; a stop request may come while it waits."""
-    groups = self.schedule.take(self.version, lambda: self.stop_requested)
+    groups = self.schedule.take(self.version, lambda: self.team.stop_requested)
     return self.stop() if groups is None else groups
 
   def pack(self, groups: Sequence[Group]) -> Batch:
@@ -281,10 +245,9 @@ class _Run:
     Whoever brings them to another process makes the copy that it needs.
     """
     if self._driver is None and not self._keeps:
+      self.team.tell("publish")
       return VersionedParams(version=self.version, params=self.state.params)
-    return weights.publish(
-      self.state.params, self.version, self._weight_shardings
-    )
+    return weights.publish(self.weights(), self.version, self._weight_shardings)
 
   def publish(self) -> None:
     """Gives the generator this version's weights if it takes them over."""
@@ -418,7 +381,7 @@ class _Run:
     if held is not None and held.version != self.version:
       arrays["generator"] = jax.device_get(held.params)
       meta["generator_version"] = held.version
-    self.checkpointer.save(self.version, self.state, arrays, meta)
+    self.store(arrays, meta)
 
   def stop(self) -> NoReturn:
     """Saves, then ends the run; the same command goes on from here."""
@@ -428,27 +391,6 @@ class _Run:
       f"stopped after batch {self.version} of {self.config.batches}; "
       "the same command goes on from there"
     )
-
-  @contextlib.contextmanager
-  def signals(self) -> Iterator[None]:
-    """The first SIGINT or SIGTERM stops cleanly; the next one at once."""
-    if threading.current_thread() is not threading.main_thread():
-      yield
-      return
-
-    def handle(number, frame):
-      if self.stop_requested:
-        raise KeyboardInterrupt
-      self.stop_requested = True
-      self.view.note("stopping; once more stops at once, without a checkpoint")
-
-    kinds = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(kind, handle) for kind in kinds]
-    try:
-      yield
-    finally:
-      for kind, handler in zip(kinds, before, strict=True):
-        signal.signal(kind, handler)
 
   def summary(self) -> dict[str, Any]:
     """The headline figures, from the log and the clock."""
@@ -483,7 +425,8 @@ def evaluate_newest(config: parts.Config, view: View) -> dict[str, Any]:
   if not directory.is_dir():
     raise ConfigError(f"{directory} is not there: nothing to evaluate")
   with contextlib.ExitStack() as stack:
-    this = _Run(config.clean, view, stack)
+    this = _Run(config.clean, view, Team(), stack)
+    this.open_checkpoints()
     if not this.restore():
       raise ConfigError(f"{directory} holds no checkpoint to evaluate")
     this.serve()
@@ -507,6 +450,6 @@ def pretrain_value(config: parts.Config, view: View) -> dict[str, Any]:
       f"{config.algorithm.name}; value pretraining needs >= 1 and a critic"
     )
   with contextlib.ExitStack() as stack:
-    this = _Run(config, view, stack)
+    this = Trainer(config, view, Team(), stack)
     metrics = this.begin()
   return {"batches": critic.config.pretraining_batches, **metrics}

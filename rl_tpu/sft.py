@@ -162,7 +162,7 @@ def _trainer(
     reinforce,
     reinforce.Config(baseline="none"),
     learner.Config(
-      microbatch_rows=8 * mesh.shape["data"] * mesh.shape["fsdp"],
+      microbatch_rows=8 * sharding.ways(mesh, "rows"),
       row_length=row_length,
       weight_decay=0.0,
     ),

@@ -20,8 +20,8 @@ AXES = ("data", "fsdp", "tensor", "expert")
 
 RULES: Mapping[str, tuple[str, ...]] = {
   # activations
-  "rows": ("data", "fsdp"),
-  "slots": ("data", "fsdp"),
+  "rows": ("data", "fsdp", "expert"),
+  "slots": ("data", "fsdp", "expert"),
   "tokens": ("tensor",),
   # weights
   "embed": ("fsdp",),
@@ -47,7 +47,7 @@ class MeshShape:
   tensor: int = 1
   """Ways that heads, hidden units and vocabulary are split, >= 1."""
   expert: int = 1
-  """Ways that experts are split, >= 1."""
+  """Ways that experts are split, and rows once more, >= 1."""
 
   def __post_init__(self):
     for axis in AXES:
@@ -121,6 +121,11 @@ def named(mesh: Mesh, *axes: str | None) -> NamedSharding:
   return NamedSharding(mesh, partition_spec(axes))
 
 
+def ways(mesh: Any, axis: str) -> int:
+  """Into how many parts a mesh splits a logical axis."""
+  return math.prod(mesh.shape[name] for name in RULES[axis])
+
+
 def tree_shardings(mesh: Mesh, abstract: Any, axes: Any) -> Any:
   """Shardings for a tree of abstract arrays with a tree of logical axes.
 
@@ -131,11 +136,11 @@ def tree_shardings(mesh: Mesh, abstract: Any, axes: Any) -> Any:
 
   def one(path, leaf, leaf_axes):
     for size, axis in zip(leaf.shape, leaf_axes, strict=True):
-      ways = math.prod(mesh.shape[a] for a in RULES.get(axis, ()))
-      if size % ways:
+      parts = ways(mesh, axis) if axis in RULES else 1
+      if size % parts:
         raise ValueError(
           f"{jax.tree_util.keystr(path)}: dimension {axis!r} of size {size} "
-          f"does not divide over mesh axes {RULES[axis]} ({ways} ways)"
+          f"does not divide over mesh axes {RULES[axis]} ({parts} ways)"
         )
     return named(mesh, *leaf_axes)
 
@@ -163,8 +168,27 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
 def splits(size: int, axis: str) -> bool:
   """Whether the mesh in force splits a dimension of this size, evenly."""
   mesh = jax.sharding.get_abstract_mesh()
-  ways = math.prod(mesh.shape.get(a, 1) for a in RULES[axis])
-  return ways > 1 and size % ways == 0
+  parts = math.prod(mesh.shape.get(a, 1) for a in RULES[axis])
+  return parts > 1 and size % parts == 0
+
+
+def check_even(what: str, size: int, axis: str) -> None:
+  """Refuses a dimension that the mesh in force would split unevenly.
+
+  XLA pads such a dimension. A scatter that adds, as the gradient of an
+  embedding does, then adds what stands in the padding to entry 0 (jaxlib
+  0.10.2): a wrong gradient without a word.
+
+  Raises:
+    ValueError: names what it is, its size and the mesh axes.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  parts = 1 if mesh.empty else ways(mesh, axis)
+  if size % parts:
+    raise ValueError(
+      f"{what} has {size} {axis}; they must divide over mesh axes "
+      f"{RULES[axis]} ({parts} ways)"
+    )
 
 
 def one_device() -> bool:

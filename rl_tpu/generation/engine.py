@@ -22,7 +22,6 @@ serve.
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -267,7 +266,7 @@ class PolicyEngine(engine_api.Engine):
       ValueError: slots or weights do not divide over the mesh, the head is
         larger than the vocabulary, or the mismatch does not fit the weights.
     """
-    ways = math.prod(mesh.shape[axis] for axis in sharding.RULES["slots"])
+    ways = sharding.ways(mesh, "slots")
     if config.slots % ways:
       raise ValueError(
         f"slots is {config.slots}; it must be a multiple of {ways}, the size "

@@ -39,7 +39,8 @@ _BACKWARD_BLOCKS = (1024, 4096)
 """Least and most keys and values of a tile of the backward pass. Each writes a
 partial gradient of q; larger ones take more pairs that the mask leaves out."""
 _PARTIAL = 8
-"""Partial gradients of q to aim at."""
+"""Partial gradients of q to aim at. Rows for which they would be more get a
+kernel of their own for it, which computes two products of five again."""
 
 KEPT = "attention"
 """Name of what splash's backward pass needs of its forward pass, for policies
@@ -93,14 +94,18 @@ def splash_packed(q, k, v, trajectory_ids, interpret=False):
   length = q.shape[1]
   block = math.gcd(_BLOCK, length)
   least, most = _BACKWARD_BLOCKS
-  backward = math.gcd(min(max(least, length // _PARTIAL), most), length)
+  fused = length <= _PARTIAL * most
+  wanted = max(least, length // _PARTIAL) if fused else least
+  backward = math.gcd(wanted, length)
   sizes = splash.BlockSizes(
     block_q=block,
     block_kv=block,
     block_q_dkv=block,
     block_kv_dkv=backward,
     block_kv_dkv_compute=block,
-    use_fused_bwd_kernel=True,
+    block_q_dq=None if fused else block,
+    block_kv_dq=None if fused else backward,
+    use_fused_bwd_kernel=fused,
   )
 
   def local(q, k, v, ids):

@@ -488,7 +488,12 @@ class Policy:
     positions: Int[Array, "R T"],
     trajectory_ids: Int[Array, "R T"],
   ) -> tuple[Float[Array, "R T D"], moe.Routing | None]:
-    """Final hidden states, and each layer's routing, [L, R, T, ...]."""
+    """Final hidden states, and each layer's routing, [L, R, T, ...].
+
+    Raises:
+      ValueError: the rows do not divide over the mesh in force.
+    """
+    sharding.check_even("a packed batch", tokens.shape[0], "rows")
     rows = tokens.shape
     # On one device tokens pass the layers as one list: products of matrices,
     # where over two axes of tokens a CPU would transpose a copy of them for the

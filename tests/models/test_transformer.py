@@ -143,6 +143,17 @@ def test_a_mesh_of_2x2_computes_what_one_device_does():
   np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
+def test_rows_that_a_mesh_would_split_unevenly_are_refused():
+  """XLA would add to the gradient of token 0 what stands in the padding."""
+  policy, params = make()
+  shape = sharding.MeshShape(fsdp=2, expert=2)
+  mesh = sharding.make_mesh(shape, jax.devices())
+  tokens = jnp.zeros((2, 7), jnp.int32)
+  policy.hidden(params, tokens, tokens, tokens)
+  with jax.set_mesh(mesh), pytest.raises(ValueError, match="2 rows.*4 ways"):
+    jax.eval_shape(lambda p: policy.hidden(p, *[tokens] * 3), params)
+
+
 def test_a_mesh_splits_the_residual_stream_by_tokens_if_they_divide():
   policy, _ = make()
   mesh = sharding.make_mesh(sharding.MeshShape(fsdp=2, tensor=2), jax.devices())

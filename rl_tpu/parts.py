@@ -7,6 +7,7 @@ that need only some of them.
 
 import contextlib
 import dataclasses
+import functools
 import pathlib
 import time
 from collections.abc import Callable, Iterator
@@ -89,6 +90,8 @@ class Config:
   """Most groups in flight, >= 1; None: as many as staleness admits."""
   max_turns: int = 1
   """Most actions of one episode, >= 1."""
+  limits: envs.Limits = dataclasses.field(default_factory=envs.Limits)
+  """What is taken from an environment: time, length of observations."""
   interruption: Literal["recompute", "keep", "drain"] = "recompute"
   """What new weights do to running sequences; see generation/driver.py."""
   task: Choice = dataclasses.field(metadata={"find": envs.get})
@@ -460,9 +463,10 @@ def make_actor(
       max_turns=config.max_turns,
       max_trajectory_tokens=config.engine.context_length,
       seed=config.seed,
+      limits=config.limits,
     ),
     generator=driver,
-    make_environment=task.environment,
+    make_group=functools.partial(envs.group, task),
     prompts=prompt_stream(config, task, rows).__getitem__,
     admission=staleness.Admission(
       groups_per_batch=config.groups_per_batch,

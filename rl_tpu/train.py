@@ -333,6 +333,7 @@ class _Run:
       seed=self.config.seed,
       max_turns=self.config.max_turns,
       max_trajectory_tokens=self.config.engine.context_length,
+      limits=self.config.limits,
     )
     if driver.failure is not None:
       raise driver.failure
@@ -375,6 +376,9 @@ class _Run:
       "learner_wait_share": (taken - began) / seconds,
       "seconds": self.seconds,
     }
+    failures = self.actor.failures
+    row["failed_groups"] = float(sum(failures.values()))
+    row |= {f"failed_{kind}": float(n) for kind, n in failures.items()}
     self._generated = generated
     self.log.write(self.version, row)
     stale, tokens = np.unique(

@@ -72,6 +72,11 @@ class OneTurn:
     return Step(observation=empty, reward=float(self.prompt.index), end=True)
 
 
+def alone(environment):
+  """Builds members that know nothing of each other."""
+  return lambda prompt, size: [environment(prompt) for _ in range(size)]
+
+
 def prompts(index):
   return Prompt(
     index=index, tokens=np.ones(1, np.int32), metadata={"row": index % 6}
@@ -93,6 +98,7 @@ class Rig:
     total_groups=64,
     max_failures_in_a_row=8,
     state=None,
+    environment=OneTurn,
     **parts,
   ):
     self.generator = generator or Scripted()
@@ -117,7 +123,15 @@ class Rig:
       generator=self.generator,
       admission=self.admission,
       buffer=self.buffer,
-      **({"make_environment": OneTurn, "prompts": prompts} | parts),
+      **(
+        {
+          "make_group": lambda prompt, n: [
+            environment(prompt) for _ in range(n)
+          ],
+          "prompts": prompts,
+        }
+        | parts
+      ),
     )
     if state is not None:
       self.actor.restore(state)
@@ -312,9 +326,55 @@ def test_an_environment_that_raises_never_becomes_a_reward():
     await quiet()
     assert len(rig.buffer) == 0
     (dropped,) = rig.actor.snapshot()["dropped"]
-    assert dropped == [0, "failed: TimeoutError('judge')"]
+    assert dropped[0] == 0 and "raised TimeoutError('judge')" in dropped[1]
+    assert rig.actor.failures == {"raised": 1}
 
-  drive(Rig(make_environment=Broken), script)
+  drive(Rig(environment=Broken), script)
+
+
+def test_failures_are_counted_by_kind_and_a_resumed_run_goes_on_counting():
+  class Broken(OneTurn):
+    async def step(self, action, stop_reason):
+      if self.prompt.index == 0:
+        return Step(observation=action[:0], reward=float("nan"), end=True)
+      return Step(observation=action[:0], reward=0.0, end=False)
+
+  async def first(rig):
+    for index in range(3):
+      rig.generator.finish(index)
+      await quiet()
+    states.append(rig.actor.snapshot())
+
+  states = []
+  counted = {"reward_not_finite": 1, "observation_empty": 2}
+  drive(Rig(environment=Broken), first)
+  assert states[0]["failures"] == counted
+
+  async def second(rig):
+    rig.generator.fail(3, OSError("gone"))
+    await quiet()
+    assert rig.actor.failures == counted | {"OSError": 1}
+
+  state = json.loads(json.dumps(states[0] | {"progress": {}}))
+  drive(Rig(state=state), second)
+
+
+def test_members_that_are_built_together_attempt_one_prompt():
+  built = []
+
+  def make_group(prompt, size):
+    if prompt.index == 0:
+      raise OSError("no table free")
+    built.append([OneTurn(prompt) for _ in range(size)])
+    return built[-1]
+
+  async def script(rig):
+    await quiet()
+    assert rig.actor.failures == {"OSError": 1}
+    assert sorted(rig.generator.pending[1]) == [0, 1, 2]
+    assert len(built) == 1 and len(built[0]) == 3
+
+  drive(Rig(group_size=3, make_group=make_group), script)
 
 
 def test_a_request_cancelled_by_the_generator_fails_its_group():

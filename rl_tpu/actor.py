@@ -31,6 +31,7 @@ from typing import Any
 from rl_tpu.buffer import Buffer
 from rl_tpu.envs import Environment, Limits
 from rl_tpu.episode import Generator, run_episode
+from rl_tpu.rewards import shaping as shapes
 from rl_tpu.staleness import Admission
 from rl_tpu.types import (
   EpisodeError,
@@ -65,6 +66,8 @@ class Config:
   """Failed groups, none finished between them, that end the run, >= 1."""
   limits: Limits = dataclasses.field(default_factory=Limits)
   """What is taken from an environment."""
+  shaping: shapes.Config = dataclasses.field(default_factory=shapes.Config)
+  """What is done to rewards before they are trained on."""
 
   def __post_init__(self):
     for name, least in (
@@ -359,7 +362,7 @@ class Actor:
   async def _run_member(
     self, prompt: Prompt, member: int, environment: Environment
   ) -> Trajectory:
-    return await run_episode(
+    trajectory = await run_episode(
       self._generator,
       environment,
       prompt,
@@ -371,6 +374,7 @@ class Actor:
       progress=self._progress[prompt.index][member],
       limits=self._config.limits,
     )
+    return shapes.shape(trajectory, self._config.shaping)
 
   def _complete(self, group: Group) -> None:
     """A running group goes to the buffer, or is dropped by the filter."""

@@ -37,6 +37,7 @@ from rl_tpu.generation import driver as drivers
 from rl_tpu.generation import engine as engines
 from rl_tpu.generation import server as servers
 from rl_tpu.models import huggingface, quantization, tokenizer, transformer
+from rl_tpu.rewards import shaping as shapes
 from rl_tpu.types import Sampling
 from rl_tpu.view import View
 from rl_tpu.virtual import config as virtual
@@ -92,6 +93,9 @@ class Config:
   """Most actions of one episode, >= 1."""
   limits: envs.Limits = dataclasses.field(default_factory=envs.Limits)
   """What is taken from an environment: time, length of observations."""
+  shaping: shapes.Config = dataclasses.field(default_factory=shapes.Config)
+  """What is done to rewards before they are trained on; evaluations are not
+  touched, and the log has `env_unshaped_reward` beside `reward`."""
   interruption: Literal["recompute", "keep", "drain"] = "recompute"
   """What new weights do to running sequences; see generation/driver.py."""
   task: Choice = dataclasses.field(metadata={"find": envs.get})
@@ -464,6 +468,7 @@ def make_actor(
       max_trajectory_tokens=config.engine.context_length,
       seed=config.seed,
       limits=config.limits,
+      shaping=config.shaping,
     ),
     generator=driver,
     make_group=functools.partial(envs.group, task),

@@ -21,7 +21,6 @@ import abc
 import dataclasses
 import hashlib
 import importlib
-import math
 import pkgutil
 from collections.abc import Iterable, Mapping, Sequence
 from types import ModuleType
@@ -66,7 +65,7 @@ class Limits:
   def __post_init__(self):
     for name in ("step_seconds", "observation_tokens"):
       value = getattr(self, name)
-      if math.isnan(value) or value <= 0:
+      if not value > 0:  # NaN is not
         raise ValueError(f"limits.{name} is {value!r}; it must be > 0")
 
 

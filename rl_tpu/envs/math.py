@@ -113,20 +113,20 @@ class Task:
     if split not in SPLITS:
       raise ValueError(f"No split {split!r}; it must be one of {SPLITS}")
     config, seen = self.config, set()
+    wanted = split == "heldout"
+    kept = None
     if config.heldout_path:
       kept = {row["question"] for row in self._rows(config.heldout_path)}
-    path = config.path
-    if split == "heldout" and config.heldout_path:
-      path = config.heldout_path
+    path = (config.heldout_path if wanted else None) or config.path
     for row in self._rows(path):
       question = row["question"]
-      if config.heldout_path:
-        # A question that is in both files is held out.
-        mine = split == "heldout" or question not in kept
-      else:
-        heldout = held_out(question, config.heldout_fraction)
-        mine = heldout == (split == "heldout")
-      if mine and question not in seen:
+      # A question that is in both files is held out.
+      heldout = (
+        held_out(question, config.heldout_fraction)
+        if kept is None
+        else question in kept
+      )
+      if heldout == wanted and question not in seen:
         seen.add(question)
         yield row
 
@@ -207,9 +207,9 @@ def _read(path: pathlib.Path) -> Iterable[Mapping[str, Any]]:
   if path.is_dir():
     import tensorflow_datasets as tfds
 
-    builder = tfds.builder_from_directory(path)
-    for split in builder.info.splits:
-      yield from builder.as_data_source(split=split)
+    sources: Any = tfds.builder_from_directory(path).as_data_source()
+    for split in sorted(sources):
+      yield from sources[split]
     return
   with open(path, encoding="utf-8") as file:
     for number, line in enumerate(file, 1):

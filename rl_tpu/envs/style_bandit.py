@@ -1,6 +1,6 @@
 """The style bandit of SAO's figure 5: a preference that switches on the way.
 
-SAO (arXiv:2607.07508, section 5.4 and figure 5) trains a policy to write in one
+SAO (arXiv:2607.07508, figure 5) trains a policy to write in one
 of three styles, of which a judge rewards one; the preferred style goes from
 cute to chuunibyou to classical, and the policy has to follow. Reward = quality
 times style, each 0 or 1. The candidates are academic, cute and chuunibyou, and
@@ -8,10 +8,10 @@ from the third phase on classical in place of academic, so that the prompt
 changes too.
 
 The paper's judge is a language model. Here a style is a way to write the
-prompt's word that a rule can see, in its first letter (`A C U L`) and in how the
-word follows: academic as it is, cute doubled, chuunibyou with the last letter
-first, classical backward. Quality is that the word is written as the letter
-says; style is that the letter is the preferred one.
+prompt's word that a rule can see, in its first letter (`A C U L`) and in how
+the word follows: academic as it is, cute doubled, chuunibyou with the last
+letter first, classical backward. Quality is that the word is written as the
+letter says; style is that the letter is the preferred one.
 
     AUC:dog=        Cdogdog       quality 1, style 1 in phase 1
 

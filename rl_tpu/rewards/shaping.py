@@ -72,7 +72,12 @@ class Config:
 
 
 def shape(trajectory: Trajectory, config: Config) -> Trajectory:
-  """Returns the trajectory with shaped rewards, on the same tokens."""
+  """Returns the trajectory with shaped rewards, on the same tokens.
+
+  Where the config does something, the outcome as it was is among its metrics.
+  """
+  if config == Config():
+    return trajectory
   ends = turn_ends(trajectory.action_mask)
   worth = config.scale * (trajectory.rewards[ends] + config.bias)
   worth = np.clip(worth, config.low, config.high)
@@ -82,7 +87,8 @@ def shape(trajectory: Trajectory, config: Config) -> Trajectory:
       worth[turn] += config.turn_discount * worth[turn + 1]
   rewards = np.zeros_like(trajectory.rewards)
   rewards[ends] = worth
-  return dataclasses.replace(trajectory, rewards=rewards)
+  metrics = {**trajectory.metrics, "unshaped_reward": trajectory.outcome}
+  return dataclasses.replace(trajectory, rewards=rewards, metrics=metrics)
 
 
 def turn_ends(action_mask: np.ndarray) -> np.ndarray:

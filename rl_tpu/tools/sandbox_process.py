@@ -20,6 +20,7 @@ import signal
 import struct
 import sys
 import traceback
+from typing import NoReturn
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _U64 = ctypes.c_uint64
@@ -277,7 +278,7 @@ def _code(status: int) -> int:
   return min(os.WEXITSTATUS(status), 127)
 
 
-def _give_up(why: str) -> None:
+def _give_up(why: str) -> NoReturn:
   os.write(2, why.encode(errors="replace") + b"\n")
   os._exit(1)
 

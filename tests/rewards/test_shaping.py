@@ -31,7 +31,8 @@ def shaped(one, **fields):
 
 
 def test_as_it_stands_nothing_changes():
-  assert shaped(TWO_TURNS) == TWO_TURNS.rewards.tolist()
+  assert shape(TWO_TURNS, Config()) is TWO_TURNS
+  assert shaped(TWO_TURNS, high=9.0) == TWO_TURNS.rewards.tolist()
 
 
 def test_every_turn_is_shifted_scaled_then_clipped():
@@ -67,9 +68,10 @@ def test_X20_an_outcome_stays_on_the_last_action_token():
 def test_nothing_but_the_rewards_is_touched():
   after = shape(TWO_TURNS, Config(scale=2.0))
   for field in dataclasses.fields(Trajectory):
-    if field.name != "rewards":
+    if field.name not in ("rewards", "metrics"):
       assert getattr(after, field.name) is getattr(TWO_TURNS, field.name)
   assert TWO_TURNS.rewards[-1] == 1
+  assert after.metrics == {"unshaped_reward": 1.5}
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ def test_X10_the_sampled_stop_token_is_no_text_and_stays_in_the_action():
       heard.append(text)
       return Reply(text="more")
 
-  action = ids("hi")
+  action = TOKENIZER.encode("hi\n")  # sampled with a stop id that is text
   before = action.copy()
   step = asyncio.run(Ear("").step(action, "stop"))
   assert heard == ["hi"] and action.tolist() == before.tolist()

@@ -53,6 +53,11 @@ def test_the_overlong_penalty_grows_to_all_of_it_and_lies_on_the_last_action(
   assert got == [0] * tokens + [1 - penalty]
 
 
+def test_the_penalty_counts_the_actions_of_all_turns_and_nothing_else():
+  got = shaped(TWO_TURNS, overlong_penalty=1.0, overlong_from=2, overlong_to=4)
+  assert got == [0, 0, 0.5, 0, 0.5]
+
+
 def test_a_turn_gets_a_discounted_share_of_what_came_after_it():
   three = trajectory([0, 1, 0, 1, 0, 1], [0, 1, 0, 0, 0, 4])
   assert shaped(three, turn_discount=0.5) == [0, 2, 0, 2, 0, 4]

@@ -26,14 +26,22 @@ import dataclasses
 import heapq
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rl_tpu.buffer import Buffer
-from rl_tpu.envs import Environment
+from rl_tpu.envs import Environment, Limits
 from rl_tpu.episode import Generator, run_episode
+from rl_tpu.rewards import shaping as shapes
 from rl_tpu.staleness import Admission
-from rl_tpu.types import Group, Prompt, Sampling, Trajectory, Turn
+from rl_tpu.types import (
+  EpisodeError,
+  Group,
+  Prompt,
+  Sampling,
+  Trajectory,
+  Turn,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -57,6 +65,10 @@ class Config:
   """Of all sampling keys."""
   max_failures_in_a_row: int = 8
   """Failed groups, none finished between them, that end the run, >= 1."""
+  limits: Limits = dataclasses.field(default_factory=Limits)
+  """What is taken from an environment."""
+  shaping: shapes.Config = dataclasses.field(default_factory=shapes.Config)
+  """What is done to rewards before they are trained on."""
 
   def __post_init__(self):
     for name, least in (
@@ -84,7 +96,7 @@ class Actor:
     config: Config,
     *,
     generator: Generator,
-    make_environment: Callable[[Prompt], Environment],
+    make_group: Callable[[Prompt, int], Sequence[Environment]],
     prompts: Callable[[int], Prompt],
     admission: Admission,
     buffer: Buffer,
@@ -95,7 +107,8 @@ class Actor:
     Args:
       config: its numbers.
       generator: samples the actions.
-      make_environment: called once per episode.
+      make_group: builds the environments of a prompt's episodes, called once
+        per group with their number.
       prompts: the stream of prompts, by index.
       admission: says when a group may start; the actor's from now on.
       buffer: takes finished groups; its `on_refused` is set here.
@@ -115,7 +128,7 @@ class Actor:
       )
     self._config = config
     self._generator = generator
-    self._make_environment = make_environment
+    self._make_group = make_group
     self._prompts = prompts
     self._admission = admission
     self._buffer = buffer
@@ -128,6 +141,7 @@ class Actor:
     self._running: set[int] = set()
     self._progress: dict[int, list[list[Turn]]] = {}  # by index and member
     self._dropped: dict[int, str] = {}
+    self._failures: collections.Counter[str] = collections.Counter()
     self._failures_in_a_row = 0
 
     self._loop: asyncio.AbstractEventLoop | None = None
@@ -148,6 +162,12 @@ class Actor:
     """Whether nothing runs and nothing may start at this version."""
     with self._buffer.lock:
       return not self._running and self._capacity() <= 0
+
+  @property
+  def failures(self) -> dict[str, int]:
+    """Failed groups of the whole run by the kind of their first error."""
+    with self._buffer.lock:
+      return dict(self._failures)
 
   async def run(self) -> None:
     """Attempts prompts until `total_groups` are accepted for good.
@@ -249,6 +269,7 @@ class Actor:
         "next_index": self._cursor,
         "unfinished": sorted(unfinished),
         "dropped": sorted([i, why] for i, why in self._dropped.items()),
+        "failures": dict(self._failures),
         "admission": self._admission.snapshot(),
         "stale": dict(self._buffer.counts),
         "groups": groups,
@@ -278,6 +299,7 @@ class Actor:
       self._waiting = sorted(state["unfinished"])
       self._progress = dict(state["progress"])
       self._dropped = dict(state["dropped"])
+      self._failures = collections.Counter(state["failures"])
       self._admission.resume(version, len(groups), state["admission"])
       self._buffer.counts = collections.Counter(state["stale"])
       self._buffer.restore(groups)
@@ -338,10 +360,15 @@ class Actor:
     if prompt.index != index:
       raise ValueError(f"prompts({index}) returned prompt {prompt.index}")
     try:
+      environments = self._make_group(prompt, self._config.group_size)
+    except Exception as error:
+      self._fail(index, error)
+      return
+    try:
       async with asyncio.TaskGroup() as members:
         episodes = [
-          members.create_task(self._run_member(prompt, member))
-          for member in range(self._config.group_size)
+          members.create_task(self._run_member(prompt, member, environment))
+          for member, environment in enumerate(environments)
         ]
     except ExceptionGroup as errors:
       self._fail(index, errors.exceptions[0])
@@ -353,10 +380,12 @@ class Actor:
       Group(prompt=prompt, trajectories=tuple(e.result() for e in episodes))
     )
 
-  async def _run_member(self, prompt: Prompt, member: int) -> Trajectory:
-    return await run_episode(
+  async def _run_member(
+    self, prompt: Prompt, member: int, environment: Environment
+  ) -> Trajectory:
+    trajectory = await run_episode(
       self._generator,
-      self._make_environment(prompt),
+      environment,
       prompt,
       member=member,
       sampling=self._config.sampling,
@@ -364,7 +393,9 @@ class Actor:
       max_turns=self._config.max_turns,
       max_trajectory_tokens=self._config.max_trajectory_tokens,
       progress=self._progress[prompt.index][member],
+      limits=self._config.limits,
     )
+    return shapes.shape(trajectory, self._config.shaping)
 
   def _complete(self, group: Group) -> None:
     """A running group goes to the buffer, or is dropped by the filter."""
@@ -388,12 +419,17 @@ class Actor:
     with self._buffer.lock:
       if self._ended:
         return
+      named = isinstance(error, EpisodeError)
+      kind = error.kind if named else type(error).__name__
+      self._failures[kind] += 1
       self._failures_in_a_row += 1
       self._running.remove(index)
       del self._progress[index]
       self._admission.give_back("failed")
       self._dropped[index] = f"failed: {error!r}"
-      _log.warning("prompt %d failed and is dropped", index, exc_info=error)
+      _log.warning(
+        "prompt %d failed (%s) and is dropped", index, kind, exc_info=error
+      )
       if self._failures_in_a_row >= self._config.max_failures_in_a_row:
         raise RuntimeError(
           f"{self._failures_in_a_row} groups failed in a row; the last was "

@@ -233,6 +233,7 @@ def pack_groups(groups: Sequence[Group]) -> tuple[dict[str, np.ndarray], list]:
           "member": t.member,
           "temperature": t.temperature,
           "stop_reason": STOP_REASONS.index(t.stop_reason),
+          "metrics": dict(t.metrics),
         }
         for t in group.trajectories
       ],
@@ -279,6 +280,7 @@ def unpack_groups(
           member=saved["member"],
           temperature=saved["temperature"],
           stop_reason=STOP_REASONS[saved["stop_reason"]],
+          metrics=saved["metrics"],
         )
       )
       start, head_start = end, head_end

@@ -40,6 +40,7 @@ class Evaluations:
       seed=self._config.seed,
       max_turns=self._config.max_turns,
       max_trajectory_tokens=self._config.engine.context_length,
+      limits=self._config.limits,
     )
     if generator.failure is not None:
       raise generator.failure

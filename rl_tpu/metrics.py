@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import tensorboardX
 
-from rl_tpu.types import Group
+from rl_tpu.types import Group, Trajectory
 
 Row = dict[str, float]
 
@@ -176,7 +176,18 @@ def describe(groups: Sequence[Group], version: int) -> dict[str, float]:
     "staleness_mean": float(stale.mean()),
     "staleness_max": float(stale.max()),
     "mixed_version_trajectories": float(sum(mixed)),
-  }
+  } | describe_environments(trajectories)
+
+
+def describe_environments(
+  trajectories: Sequence[Trajectory],
+) -> dict[str, float]:
+  """Means of what environments counted, over the trajectories that have it."""
+  values: dict[str, list[float]] = {}
+  for trajectory in trajectories:
+    for name, value in trajectory.metrics.items():
+      values.setdefault(f"env_{name}", []).append(value)
+  return {name: float(np.mean(some)) for name, some in sorted(values.items())}
 
 
 def staleness_of_tokens(groups: Sequence[Group], version: int) -> np.ndarray:

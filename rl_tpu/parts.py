@@ -7,6 +7,7 @@ that need only some of them.
 
 import contextlib
 import dataclasses
+import functools
 import pathlib
 import time
 from collections.abc import Callable, Iterator
@@ -41,6 +42,7 @@ from rl_tpu.generation import engine as engines
 from rl_tpu.generation import fleet, roster
 from rl_tpu.generation import server as servers
 from rl_tpu.models import huggingface, quantization, tokenizer, transformer
+from rl_tpu.rewards import shaping as shapes
 from rl_tpu.types import Sampling
 from rl_tpu.view import View
 from rl_tpu.virtual import config as virtual
@@ -98,6 +100,11 @@ class Config:
   """Most groups in flight, >= 1; None: as many as staleness admits."""
   max_turns: int = 1
   """Most actions of one episode, >= 1."""
+  limits: envs.Limits = dataclasses.field(default_factory=envs.Limits)
+  """What is taken from an environment: time, length of observations."""
+  shaping: shapes.Config = dataclasses.field(default_factory=shapes.Config)
+  """What is done to rewards before they are trained on; evaluations are not
+  touched, and the log has `env_unshaped_reward` beside `reward`."""
   interruption: Literal["recompute", "keep", "drain"] = "recompute"
   """What new weights do to running sequences; see generation/driver.py."""
   task: Choice = dataclasses.field(metadata={"find": envs.get})
@@ -555,9 +562,11 @@ def make_actor(
       max_turns=config.max_turns,
       max_trajectory_tokens=config.engine.context_length,
       seed=config.seed,
+      limits=config.limits,
+      shaping=config.shaping,
     ),
     generator=generator,
-    make_environment=task.environment,
+    make_group=functools.partial(envs.group, task),
     prompts=prompt_stream(config, task, rows).__getitem__,
     admission=staleness.Admission(
       groups_per_batch=config.groups_per_batch,

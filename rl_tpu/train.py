@@ -337,6 +337,9 @@ class _Run(Trainer):
       "learner_wait_share": (taken - began) / seconds,
       "seconds": self.seconds,
     }
+    failures = self.actor.failures
+    row["failed_groups"] = float(sum(failures.values()))
+    row |= {f"failed_{kind}": float(n) for kind, n in failures.items()}
     self._generated = generated
     self.log.write(self.version, row)
     stale, tokens = np.unique(

@@ -26,6 +26,7 @@ def get_config():
       pathlib.Path({below!r}),
       cache={cache!r},
       batches=1,
+      schedule="async",
       devices=parts.Devices(trainer=mesh),
     )
   )
@@ -167,12 +168,12 @@ def test_what_does_not_end_is_killed():
   assert not any(map(alive, pids_in(lines)))
 
 
-def test_two_real_trainers_finish_a_run(tmp_path):
+def test_two_real_trainers_and_a_generator_finish_a_run(tmp_path):
   file = tmp_path / "tiny.py"
   cache = trainer_process.shared_cache()
   file.write_text(CONFIG.format(below=str(tmp_path / "runs"), cache=cache))
   command = [sys.executable, ROOT / "launch" / "local.py", f"--config={file}"]
-  command += ["--trainers=2", "--generators=0", "--resume=never"]
+  command += ["--trainers=2", "--generators=1", "--resume=never"]
   environment = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT / "tests")}
   done = subprocess.run(
     command,
@@ -184,3 +185,4 @@ def test_two_real_trainers_finish_a_run(tmp_path):
   assert done.returncode == 0, done.stdout + done.stderr
   assert json.loads(done.stdout.splitlines()[-1])["batches"] == 1
   assert '[trainer 1] {"process": 1, "version": 1}' in done.stdout
+  assert re.search(r"\[generator 0\] .*\"version\": 1", done.stdout)

@@ -123,6 +123,15 @@ def test_a_dead_trainer_goes_on_as_a_whole():
   assert "[trainer 0] followed" in lines and "[trainer 1] trained" in lines
 
 
+def test_a_generator_that_dies_while_the_trainer_does_is_not_forgotten():
+  slow = f"first() and (time.sleep(1), sys.exit(1))\n{WORKS}"
+  dies = "first() and (time.sleep(0.3), sys.exit(5))\nforever()"
+  trainers = [f"first() and sys.exit(1)\n{WORKS}", slow]
+  code, lines = launch(trainers, [dies], restarts=1)
+  assert code == 0
+  assert "[launcher] generator 0 ended with exit code 5" in lines
+
+
 def test_what_is_refused_is_not_started_again():
   code, lines = launch(["first() or print('again')\nsys.exit(2)"], restarts=3)
   assert code == 2

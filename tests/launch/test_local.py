@@ -26,6 +26,7 @@ def get_config():
       pathlib.Path({below!r}),
       cache={cache!r},
       batches=1,
+      schedule="async",
       devices=parts.Devices(trainer=mesh),
     )
   )
@@ -122,6 +123,15 @@ def test_a_dead_trainer_goes_on_as_a_whole():
   assert "[trainer 0] followed" in lines and "[trainer 1] trained" in lines
 
 
+def test_a_generator_that_dies_while_the_trainer_does_is_not_forgotten():
+  slow = f"first() and (time.sleep(1), sys.exit(1))\n{WORKS}"
+  dies = "first() and (time.sleep(0.3), sys.exit(5))\nforever()"
+  trainers = [f"first() and sys.exit(1)\n{WORKS}", slow]
+  code, lines = launch(trainers, [dies], restarts=1)
+  assert code == 0
+  assert "[launcher] generator 0 ended with exit code 5" in lines
+
+
 def test_what_is_refused_is_not_started_again():
   code, lines = launch(["first() or print('again')\nsys.exit(2)"], restarts=3)
   assert code == 2
@@ -167,12 +177,12 @@ def test_what_does_not_end_is_killed():
   assert not any(map(alive, pids_in(lines)))
 
 
-def test_two_real_trainers_finish_a_run(tmp_path):
+def test_two_real_trainers_and_a_generator_finish_a_run(tmp_path):
   file = tmp_path / "tiny.py"
   cache = trainer_process.shared_cache()
   file.write_text(CONFIG.format(below=str(tmp_path / "runs"), cache=cache))
   command = [sys.executable, ROOT / "launch" / "local.py", f"--config={file}"]
-  command += ["--trainers=2", "--generators=0", "--resume=never"]
+  command += ["--trainers=2", "--generators=1", "--resume=never"]
   environment = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT / "tests")}
   done = subprocess.run(
     command,
@@ -184,3 +194,4 @@ def test_two_real_trainers_finish_a_run(tmp_path):
   assert done.returncode == 0, done.stdout + done.stderr
   assert json.loads(done.stdout.splitlines()[-1])["batches"] == 1
   assert '[trainer 1] {"process": 1, "version": 1}' in done.stdout
+  assert re.search(r"\[generator 0\] .*\"version\": 1", done.stdout)

@@ -25,6 +25,7 @@ import collections
 import dataclasses
 import heapq
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -85,8 +86,9 @@ class Config:
 class Actor:
   """Keeps as many groups in flight as admission allows.
 
-  `run`, and everything the episodes do, lives on one event loop; `set_version`
-  and `snapshot` may be called from any thread, with or without a running loop.
+  `run`, and everything the episodes do, lives on one event loop;
+  `set_version`, `set_served` and `snapshot` may be called from any thread, with
+  or without a running loop.
   """
 
   def __init__(
@@ -133,6 +135,7 @@ class Actor:
     self._keep = keep
 
     self._version = 0
+    self._served: float = math.inf
     self._cursor = 0
     self._waiting: list[int] = []  # a heap
     self._running: set[int] = set()
@@ -151,7 +154,7 @@ class Actor:
 
   @property
   def version(self) -> int:
-    """Version that admission counts from."""
+    """Batches consumed."""
     return self._version
 
   @property
@@ -209,10 +212,11 @@ class Actor:
       ) from self._error
 
   def set_version(self, version: int) -> None:
-    """Says that the generator samples from `version`, the last one included.
+    """Says that `version` batches are consumed, the last one taken included.
 
     Call it after each batch, once the generator has the weights: called
-    earlier, groups would start on weights one version too old.
+    earlier, groups would start on weights one version too old. Where
+    generators take them in their own time, `set_served` says when they have.
     """
     with self._buffer.lock:
       if version < self._version:
@@ -220,6 +224,18 @@ class Actor:
           f"version is {version}; it must be >= the present {self._version}"
         )
       self._version = version
+      self._notify()
+
+  def set_served(self, version: int) -> None:
+    """Says that what starts from now on samples from `version` or newer.
+
+    Generators that have processes of their own may lag behind what is
+    trained. A group must not start that would exceed the limit by its batch,
+    so admission counts from the lesser of both: with v' <= v served, group
+    number k < (n + v' + 1) * B is consumed at floor(k / B) <= n + v'.
+    """
+    with self._buffer.lock:
+      self._served = version
       self._notify()
 
   def snapshot(self, *, with_groups: bool = True) -> dict[str, Any]:
@@ -291,7 +307,12 @@ class Actor:
   def _capacity(self) -> float:
     admission = self._admission
     left = self._config.total_groups - admission.accepted - admission.running
-    return min(admission.capacity(self._version), left)
+    return min(admission.capacity(self._sampled_version), left)
+
+  @property
+  def _sampled_version(self) -> int:
+    """The oldest that a group may sample from which starts now."""
+    return int(min(self._version, self._served))
 
   def _copy_of_progress(self) -> dict[int, list[list[Turn]]]:
     """Episodes go on adding to theirs while this one is saved."""
@@ -321,7 +342,7 @@ class Actor:
     """Starts groups while there is room, those waiting first."""
     with self._buffer.lock:
       while self._capacity() > 0:
-        self._admission.dispatch(self._version)
+        self._admission.dispatch(self._sampled_version)
         if self._waiting:
           index = heapq.heappop(self._waiting)
         else:

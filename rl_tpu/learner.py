@@ -41,7 +41,7 @@ class Config(optimizer.Config):
   minibatches: int = 1
   """Optimizer steps per batch, >= 1 (AReaL: 4)."""
   microbatch_rows: int = 8
-  """Rows of one backward pass, >= 1; a multiple of data * fsdp."""
+  """Rows of one backward pass, >= 1; a multiple of data * fsdp * expert."""
   row_length: int = 128
   """Tokens of a packed row, >= 2; no trajectory may be longer."""
   logit_chunk: int = 128
@@ -104,11 +104,11 @@ class Learner:
     Raises:
       ValueError: weights or microbatch rows do not divide over the mesh.
     """
-    ways = mesh.shape["data"] * mesh.shape["fsdp"]
+    ways = sharding.ways(mesh, "rows")
     if config.microbatch_rows % ways:
       raise ValueError(
         f"microbatch_rows is {config.microbatch_rows}; it must be a multiple "
-        f"of data * fsdp = {ways}"
+        f"of data * fsdp * expert = {ways}"
       )
     self.policy = policy
     self.algorithm = algorithm
@@ -181,8 +181,9 @@ class Learner:
     """The programs that cost most, by name, on their way to a compiler.
 
     `update` is the step on one minibatch; `proximal` the forward pass over the
-    whole batch, where the algorithm needs one. Nothing is allocated: the mesh
-    may be one of described devices.
+    whole batch, where the algorithm needs one; `values` and `critic_update` the
+    critic's pass and step on the whole batch, where there is a critic. Nothing
+    is allocated: the mesh may be one of described devices.
 
     Args:
       batch: shapes and dtypes of a packed batch, see `packing.abstract`.
@@ -205,6 +206,13 @@ class Learner:
       outputs = sharding.placed(score.out_info, self._places(score.out_info))
       if self.requires & _OF_PROXIMAL or reference is not None:
         programs["proximal"] = score
+      if self.critic is not None:
+        own = self.critic.optimizer.abstract_state()
+        programs["values"] = self._values.trace(own.params, arranged)
+        values = outputs.target_logp
+        arranged = dataclasses.replace(arranged, values=values, returns=values)
+        outputs = dataclasses.replace(outputs, values=values)
+        programs["critic_update"] = self._update_critic.trace(own, arranged)
       arranged = dataclasses.replace(arranged, advantages=outputs.target_logp)
       programs["update"] = self._update.trace(state, arranged, outputs, 0)
     return programs

@@ -13,14 +13,15 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 AXES = ("data", "fsdp", "tensor", "expert")
 
 RULES: Mapping[str, tuple[str, ...]] = {
   # activations
-  "rows": ("data", "fsdp"),
-  "slots": ("data", "fsdp"),
+  "rows": ("data", "fsdp", "expert"),
+  "slots": ("data", "fsdp", "expert"),
   "tokens": ("tensor",),
   # weights
   "embed": ("fsdp",),
@@ -46,7 +47,7 @@ class MeshShape:
   tensor: int = 1
   """Ways that heads, hidden units and vocabulary are split, >= 1."""
   expert: int = 1
-  """Ways that experts are split, >= 1."""
+  """Ways that experts are split, and rows once more, >= 1."""
 
   def __post_init__(self):
     for axis in AXES:
@@ -64,17 +65,48 @@ class MeshShape:
 def make_mesh(shape: MeshShape, devices: Sequence[Any]) -> Mesh:
   """Builds a mesh of the first `shape.size` of `devices`.
 
+  Along each axis, chips of a TPU slice that follow each other are neighbours in
+  its torus where their number allows it. Slices follow each other along `data`:
+  only gradients, once an update, cross the slower network between them.
+
   Raises:
-    ValueError: there are fewer devices than the shape asks for.
+    ValueError: there are fewer devices than the shape asks for, or `data` is
+      not a multiple of their slices.
   """
   if len(devices) < shape.size:
     raise ValueError(
       f"{shape} needs {shape.size} devices; {len(devices)} are given"
     )
-  grid = np.asarray(devices[: shape.size]).reshape(
-    [getattr(shape, axis) for axis in AXES]
-  )
+  devices = devices[: shape.size]
+  sizes = [getattr(shape, axis) for axis in AXES]
+  slices = len({getattr(device, "slice_index", 0) for device in devices})
+  if shape.data % slices:
+    raise ValueError(
+      f"MeshShape.data is {shape.data} on {slices} slices; it must be a "
+      "multiple of them: no other axis may cross slices"
+    )
+  if slices > 1:
+    grid = mesh_utils.create_hybrid_device_mesh(
+      [shape.data // slices, *sizes[1:]],
+      [slices] + [1] * (len(AXES) - 1),
+      devices,
+      allow_split_physical_axes=True,
+    )
+  elif _fill_a_box(devices):
+    grid = mesh_utils.create_device_mesh(
+      sizes, devices, allow_split_physical_axes=True
+    )
+  else:
+    grid = np.asarray(devices).reshape(sizes)
   return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _fill_a_box(devices: Sequence[Any]) -> bool:
+  """Whether these are all chips of a box in a torus, from its origin on."""
+  if not all(hasattr(device, "coords") for device in devices):
+    return False
+  places = np.array([device.coords for device in devices])
+  return len(devices) == np.prod(places.max(axis=0) + 1)
 
 
 def partition_spec(axes: LogicalAxes) -> PartitionSpec:
@@ -89,6 +121,11 @@ def named(mesh: Mesh, *axes: str | None) -> NamedSharding:
   return NamedSharding(mesh, partition_spec(axes))
 
 
+def ways(mesh: Any, axis: str) -> int:
+  """Into how many parts a mesh splits a logical axis."""
+  return math.prod(mesh.shape[name] for name in RULES[axis])
+
+
 def tree_shardings(mesh: Mesh, abstract: Any, axes: Any) -> Any:
   """Shardings for a tree of abstract arrays with a tree of logical axes.
 
@@ -99,11 +136,11 @@ def tree_shardings(mesh: Mesh, abstract: Any, axes: Any) -> Any:
 
   def one(path, leaf, leaf_axes):
     for size, axis in zip(leaf.shape, leaf_axes, strict=True):
-      ways = math.prod(mesh.shape[a] for a in RULES.get(axis, ()))
-      if size % ways:
+      parts = ways(mesh, axis) if axis in RULES else 1
+      if size % parts:
         raise ValueError(
           f"{jax.tree_util.keystr(path)}: dimension {axis!r} of size {size} "
-          f"does not divide over mesh axes {RULES[axis]} ({ways} ways)"
+          f"does not divide over mesh axes {RULES[axis]} ({parts} ways)"
         )
     return named(mesh, *leaf_axes)
 
@@ -131,8 +168,32 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
 def splits(size: int, axis: str) -> bool:
   """Whether the mesh in force splits a dimension of this size, evenly."""
   mesh = jax.sharding.get_abstract_mesh()
-  ways = math.prod(mesh.shape.get(a, 1) for a in RULES[axis])
-  return ways > 1 and size % ways == 0
+  parts = math.prod(mesh.shape.get(a, 1) for a in RULES[axis])
+  return parts > 1 and size % parts == 0
+
+
+def check_even(what: str, size: int, axis: str) -> None:
+  """Refuses a dimension that the mesh in force would split unevenly.
+
+  XLA pads such a dimension. A scatter that adds, as the gradient of an
+  embedding does, then adds what stands in the padding to entry 0 (jaxlib
+  0.10.2): a wrong gradient without a word.
+
+  Raises:
+    ValueError: names what it is, its size and the mesh axes.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  parts = 1 if mesh.empty else ways(mesh, axis)
+  if size % parts:
+    raise ValueError(
+      f"{what} has {size} {axis}; they must divide over mesh axes "
+      f"{RULES[axis]} ({parts} ways)"
+    )
+
+
+def one_device() -> bool:
+  """Whether nothing is split: no mesh is in force, or one of one device."""
+  return math.prod(jax.sharding.get_abstract_mesh().shape.values()) == 1
 
 
 def on_tpu() -> bool:

@@ -960,3 +960,68 @@ def test_prompts_must_give_the_prompt_asked_for():
       await rig.actor.run()
 
   go(main())
+
+
+# Generators that lag.
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+  operations=st.lists(
+    st.sampled_from(["finish", "learn", "publish", "serve"]), max_size=80
+  ),
+  groups_per_batch=st.integers(1, 3),
+  max_staleness=st.integers(0, 3),
+  refresh_period=st.integers(1, 4),
+)
+def test_nothing_is_too_stale_however_late_generators_take_weights(
+  operations, groups_per_batch, max_staleness, refresh_period
+):
+  """Groups that end in the order of dispatch are trained, none refused.
+
+  And when generators serve what they were given last, the run goes on.
+  """
+  lag = refresh_period - 1
+  max_staleness += lag
+  batches = 6
+
+  async def main():
+    rig = Rig(
+      groups_per_batch=groups_per_batch,
+      max_staleness=max_staleness,
+      total_groups=batches * groups_per_batch,
+    )
+    rig.admission.max_staleness -= lag
+    rig.actor.set_served(lag)
+    published = 0
+    run = asyncio.create_task(rig.actor.run())
+    await quiet()
+
+    def learn():
+      version = rig.actor.version
+      try:
+        groups = rig.buffer.take(version, timeout=0)
+      except (TimeoutError, Closed):
+        return
+      assert max(g.staleness(version) for g in groups) <= max_staleness
+      rig.actor.set_version(version + 1)
+
+    def serve():
+      rig.generator.version = published
+      rig.actor.set_served(published + lag)
+
+    for operation in operations + ["publish", "serve", "finish", "learn"] * 99:
+      if operation == "finish" and rig.generator.pending:
+        rig.generator.finish(min(rig.generator.pending))
+      elif operation == "learn":
+        learn()
+      elif operation == "publish":
+        published = rig.actor.version // refresh_period * refresh_period
+      elif operation == "serve":
+        serve()
+      await quiet()
+    assert rig.buffer.counts["groups_refused"] == 0
+    assert rig.actor.version == batches
+    await run
+
+  go(main())

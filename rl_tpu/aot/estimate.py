@@ -6,10 +6,12 @@ hold. Times are estimates, never measured:
     compute = cycles / clock + kernels' operations / peak
 
 where `cycles` is the compiler's model (see `hlo`; good for products,
-pessimistic for what waits for memory) and kernels are taken at the peak that
-heads of their size allow; those of decoding have a model of their own
-(`kernels`). Collectives stand beside it, in bytes, and in seconds
-by the model of `topology`. What cannot be right is None, and `doubts` says why.
+pessimistic for what waits for memory). Attention's kernel is taken at the peak
+that heads of its size allow, a grouped product at a measured share of the peak,
+and gathers and scatters at the bandwidth of HBM (see `flops.kernel`); those of
+decoding have a model of their own (`kernels`). Collectives stand beside it, in
+bytes, and in seconds by the model of `topology`. What cannot be right is None,
+and `doubts` says why.
 """
 
 import collections
@@ -43,6 +45,8 @@ class Work:
   """Bytes of its arguments, by what they are."""
   beside: dict[str, int] = dataclasses.field(default_factory=dict)
   """Bytes that lie in HBM while it runs without being its arguments."""
+  experts: int = 0
+  """Of a layer; 0 where tokens are not routed."""
   cheap_branches: bool = False
   """Whether its conditionals are about what training does not ask for."""
   remedies: str
@@ -107,7 +111,9 @@ class Estimate:
   @property
   def flops(self) -> float:
     """Operations of one device, kernels included."""
-    known = ((flops.kernel(op), n) for op, n in self.program.kernels)
+    known = (
+      (flops.kernel(op, self.work.experts), n) for op, n in self.program.kernels
+    )
     return self.work.flops + sum(k.flops * n for k, n in known if k)
 
   @property
@@ -148,14 +154,17 @@ class Estimate:
     return self.work.tokens / (self.seconds + self.network_seconds)
 
   def kernel_seconds(self, op: hlo.Op) -> float:
-    """One call of a kernel at the peak that its heads allow, or its reads."""
-    chip, kernel = self.topology.chip, flops.kernel(op)
+    """One call of a kernel: at the peak it may reach, or reading HBM."""
+    chip, kernel = self.topology.chip, flops.kernel(op, self.work.experts)
     waiting = kernels.seconds(op, chip)
     if waiting is not None:
       return waiting
     if kernel is None:
       return 0.0
-    return kernel.flops / (chip.flops * min(1.0, kernel.size / chip.unit))
+    share = kernel.efficiency * min(1.0, (kernel.size or chip.unit) / chip.unit)
+    return max(
+      kernel.flops / (chip.flops * share), kernel.bytes / chip.bandwidth
+    )
 
   def _seconds(self) -> float:
     return self.program.cycles / self.topology.chip.clock + sum(
@@ -173,7 +182,7 @@ class Estimate:
     strange = {
       op.name
       for op, _ in self.program.kernels
-      if flops.kernel(op) is None
+      if flops.kernel(op, self.work.experts) is None
       and kernels.seconds(op, self.topology.chip) is None
     }
     doubts += [f"kernel {name} has no model" for name in sorted(strange)]

@@ -13,7 +13,8 @@ unless told otherwise.
 
 Collectives have no cycles; they are listed with their bytes and who takes part.
 An asynchronous collective appears in every fusion that goes on while it runs,
-under one channel, and counts once. Kernels (Pallas) have no cycles either.
+under one channel, and counts once. Kernels (Pallas), gathers and scatters have
+no cycles either; nor have sorts, which are left out.
 """
 
 import dataclasses
@@ -89,7 +90,7 @@ class Program:
   ops: list[tuple[Op, int]]
   """Whatever has cycles, and how often it runs."""
   kernels: list[tuple[Op, int]]
-  """Pallas kernels, and how often they run."""
+  """What has none: Pallas kernels, gathers and scatters, and how often."""
   collectives: list[Collective]
   unknown: list[str]
   """Loops whose trip count the text does not give."""
@@ -276,13 +277,22 @@ class _Walk:
       yield self.computation(called, times)
       return
     kernels = []
-    if 'custom_call_target="tpu_custom_call"' in op.rest:
+    if 'custom_call_target="tpu_custom_call"' in op.rest or (
+      called is not None and not op.cycles and self._moves(op, called)
+    ):
       kernels = [(op, times)]
     yield Program(
       ops=[(op, times)] if op.cycles else [],
       kernels=kernels,
       collectives=list(self._collectives(op, called, times)),
       unknown=[],
+    )
+
+  def _moves(self, op: Op, called: str) -> bool:
+    """Whether a fusion is a gather or scatter of its own."""
+    return "kind=kCustom" in op.rest and any(
+      inner.opcode in ("gather", "scatter")
+      for inner in self._computations[called].values()
     )
 
   def _collectives(

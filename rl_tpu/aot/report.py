@@ -1,8 +1,8 @@
 """The command `compile`: what a config would take on TPUs, before there is one.
 
-The learner's update and proximal forward pass, the generator's prefill and
-decoding are compiled for the topology by the TPU's own compiler, on a CPU. See
-`estimate` for what the numbers are worth.
+The learner's update and proximal forward pass, its critic's update and values,
+the generator's prefill and decoding are compiled for the topology by the TPU's
+own compiler, on a CPU. See `estimate` for what the numbers are worth.
 """
 
 import math
@@ -22,12 +22,16 @@ _SHOWN = 10
 """Most lines of a list."""
 
 _MODEL = f"""\
-Estimates for TPUs, made on a CPU. Compute: the compiler's cycles, and kernels
-at the peak that their head size allows; good for products, pessimistic for what
-waits for memory. Decoding's kernels are modelled, not the compiler's: \
-{kernels.SHARE:.0%} of
-HBM's bandwidth and {kernels.WAIT * 1e6:g} us a page, \
-with every page in use. Network: rings along
+Estimates for TPUs, made on a CPU. Compute: the compiler's cycles; attention's
+kernel at the peak that its head size allows; grouped products of experts, all
+alike busy, at {flops.GROUPED:.2f} of the peak (tiles that two experts share \
+counted twice)
+or reading the weights of those touched; gathers and scatters at HBM's
+bandwidth; sorts left out. Good for products, pessimistic for what waits for
+memory. Decoding's kernels are modelled, not the compiler's: \
+{kernels.SHARE:.0%} of HBM's
+bandwidth and {kernels.WAIT * 1e6:g} us a page, with every page in use. \
+Network: rings along
 each axis of the torus that a group spans, one collective after the other; how
 much hides behind compute is not known."""
 
@@ -92,37 +96,49 @@ def _trainer(config: parts.Config) -> _Side:
   traced = learner.traced(batch)
   state = learner.abstract_state()
   weights, optimizer = _bytes(state.params), _bytes(state.optimizer)
-  critic = _bytes(state.critic)
+  values, moments = 0, 0
+  if state.critic is not None:
+    values, moments = map(_bytes, (state.critic.params, state.critic.optimizer))
   reference = weights if "reference_logp" in learner.requires else 0
   remedies = (
     f"raise config.devices.trainer.fsdp ({config.devices.trainer.fsdp}) or "
     f"tensor ({config.devices.trainer.tensor}); lower "
     f"config.learner.microbatch_rows ({config.learner.microbatch_rows}) to "
-    f"data * fsdp; config.model.remat ({config.model.remat!r}) = 'full'; lower "
+    "data * fsdp * expert; config.model.remat "
+    f"({config.model.remat!r}) = 'full'; lower "
     f"config.learner.logit_chunk ({config.learner.logit_chunk})"
   )
-  rows_of = {"proximal": rows, "update": rows // config.learner.minibatches}
-  passes = {"proximal": 1, "update": 3}
+  rows_of = {"update": rows // config.learner.minibatches}
+  passes = {"update": 3, "critic_update": 3}
+  policy = {"weights": weights, "optimizer": optimizer}
+  critics = {"critic": values, "critic's optimizer": moments}
+  others = {"reference policy": reference}
   held = {
-    "proximal": {"weights": weights, "reference policy": reference},
-    "update": {"weights": weights, "optimizer": optimizer},
+    "proximal": {"weights": weights} | others,
+    "values": {"critic": values},
+    "critic_update": critics,
+    "update": policy,
   }
   beside = {
-    "proximal": {"optimizer": optimizer, "critic": critic},
-    "update": {"reference policy": reference, "critic": critic},
+    "proximal": {"optimizer": optimizer} | critics,
+    "values": {"critic's optimizer": moments} | policy | others,
+    "critic_update": policy | others,
+    "update": others | critics,
   }
   found = {}
   for name, one in traced.items():
+    own = rows_of.get(name, rows)
+    head = name in ("proximal", "update")
+    forward = flops.forward(config.model, own, length, head) / topology.size
     work = Work(
-      what=f"{rows_of[name]} rows of {length} tokens",
-      tokens=rows_of[name] * length,
+      what=f"{own} rows of {length} tokens",
+      tokens=own * length,
       flops=flops.traced(one.jaxpr.jaxpr) / topology.size,
-      ideal_flops=passes[name]
-      * flops.forward(config.model, rows_of[name], length)
+      ideal_flops=passes.get(name, 1) * forward,
+      ideal_attention=passes.get(name, 1)
+      * flops.attention(config.model, own, length)
       / topology.size,
-      ideal_attention=passes[name]
-      * flops.attention(config.model, rows_of[name], length)
-      / topology.size,
+      experts=config.model.num_experts,
       held=held[name],
       beside=beside[name],
       remedies=remedies,
@@ -150,8 +166,11 @@ def _generator(config: parts.Config) -> _Side:
     "as they are published": _bytes(published),
   }
   # A step reads the weights of its share of heads and hidden units, as they are
-  # used, and all of the cache.
-  used = flops.multiplying(model) * jnp.dtype(model.compute_dtype).itemsize
+  # used, those of its experts that some slot chose, and all of the cache.
+  shared, experts = flops.weights(model)
+  chosen = settings.slots // (shape.data * shape.fsdp) * model.experts_per_token
+  experts *= flops.touched(model.num_experts, chosen) / shape.expert
+  used = (shared + experts) * jnp.dtype(model.compute_dtype).itemsize
   read = used / shape.tensor + _bytes(state)
   remedies = (
     f"lower config.engine.slots ({settings.slots}) or context_length "
@@ -168,6 +187,7 @@ def _generator(config: parts.Config) -> _Side:
       ideal_flops=flops.forward(model, batch, prompt, head=False)
       / topology.size,
       ideal_attention=flops.attention(model, batch, prompt) / topology.size,
+      experts=model.num_experts,
       held=held,
       beside=beside,
       remedies=remedies + "; lower the last of prefill_batches",
@@ -176,6 +196,7 @@ def _generator(config: parts.Config) -> _Side:
       what=f"{settings.slots} slots, {settings.steps_per_dispatch} steps, "
       "sampled without filters",
       cheap_branches=True,
+      experts=model.num_experts,
       tokens=settings.slots * settings.steps_per_dispatch,
       flops=flops.traced(traced["decode"].jaxpr.jaxpr) / topology.size,
       least_bytes=read * settings.steps_per_dispatch,

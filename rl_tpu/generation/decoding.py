@@ -17,6 +17,7 @@ sampler's head.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -278,15 +279,25 @@ def insert(
 
   The entry of the last token and those of the padding are written too; they
   lie at or after its position, where nothing looks before they are overwritten.
+  Layers are written one after the other: where a mesh splits slots each of its
+  devices gets the entries of all sequences, but never of all layers at once.
   """
   slot = packed[:, 0]
-  cache = []
-  for stack, new in zip(state.cache, prefilled, strict=True):
-    firsts = []
-    for held, entries in zip(stack, attention.as_cache(*new), strict=True):
-      first = (slice(size) for size in entries.shape[2:])
-      firsts.append(held.at[:, slot, *first].set(entries, mode="drop"))
-    cache.append(tuple(firsts))
+
+  def write(layer, stack, new):
+    written = []
+    entries = attention.as_cache(*(x[layer] for x in new))
+    for held, own in zip(stack, entries, strict=True):
+      first = (slice(size) for size in own.shape[1:])
+      written.append(held.at[layer, slot, *first].set(own, mode="drop"))
+    return tuple(written)
+
+  cache = [
+    jax.lax.fori_loop(
+      0, len(stack[0]), functools.partial(write, new=new), stack
+    )
+    for stack, new in zip(state.cache, prefilled, strict=True)
+  ]
   return DecodeState(cache=cache, rows=_write_rows(state, packed))
 
 

@@ -22,11 +22,11 @@ serve.
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
@@ -266,7 +266,7 @@ class PolicyEngine(engine_api.Engine):
       ValueError: slots or weights do not divide over the mesh, the head is
         larger than the vocabulary, or the mismatch does not fit the weights.
     """
-    ways = math.prod(mesh.shape[axis] for axis in sharding.RULES["slots"])
+    ways = sharding.ways(mesh, "slots")
     if config.slots % ways:
       raise ValueError(
         f"slots is {config.slots}; it must be a multiple of {ways}, the size "
@@ -305,6 +305,17 @@ class PolicyEngine(engine_api.Engine):
     """Copies the policy's weights to this engine's mesh, as it serves them."""
     moved = sharding.reshard(params, self.policy.param_shardings(self._mesh))
     return self.serve(VersionedParams(version=version, params=moved))
+
+  def zeros(self) -> VersionedParams:
+    """Weights that compute nothing, as this engine holds them."""
+    where = jax.tree.map(lambda like: like.sharding, self._weights)
+    make = jax.jit(
+      lambda: jax.tree.map(
+        lambda like: jnp.zeros(like.shape, like.dtype), self._weights
+      ),
+      out_shardings=where,
+    )
+    return VersionedParams(version=0, params=make())
 
   def init_decode_state(self) -> DecodeState:
     """A decode state with every slot free."""

@@ -39,7 +39,8 @@ _BACKWARD_BLOCKS = (1024, 4096)
 """Least and most keys and values of a tile of the backward pass. Each writes a
 partial gradient of q; larger ones take more pairs that the mask leaves out."""
 _PARTIAL = 8
-"""Partial gradients of q to aim at."""
+"""Partial gradients of q to aim at. Rows for which they would be more get a
+kernel of their own for it, which computes two products of five again."""
 
 KEPT = "attention"
 """Name of what splash's backward pass needs of its forward pass, for policies
@@ -58,8 +59,34 @@ def packed(
     return splash_packed(q, k, v, trajectory_ids)
   causal = jnp.tril(jnp.ones((length, length), bool))
   same = trajectory_ids[:, :, None] == trajectory_ids[:, None, :]
-  mask = (causal & same)[:, None]
-  return jax.nn.dot_product_attention(q, k, v, mask=mask)
+  return _grouped(q, k, v, causal & same)
+
+
+def _grouped(
+  q: Float[Array, "R T H h"],
+  k: Float[Array, "R S K h"],
+  v: Float[Array, "R S K h"],
+  mask: Bool[Array, "R T S"],
+) -> Float[Array, "R T H h"]:
+  """Attention where the mask allows; each token must see one at least.
+
+  All queries that share a head of keys and values are one matrix, so that no
+  product, forward or backward, has to transpose a copy of the scores.
+  """
+  rows, length, heads, size = q.shape
+  kv_heads, groups = k.shape[2], heads // k.shape[2]
+  q = (q * (1 / math.sqrt(size))).reshape(rows, length, kv_heads, groups, size)
+  q = q.transpose(0, 2, 3, 1, 4).reshape(rows, kv_heads, -1, size)
+  k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+  scores = jnp.einsum(
+    "rkqh,rksh->rkqs", q, k, preferred_element_type=jnp.float32
+  ).reshape(rows, kv_heads, groups, length, -1)
+  scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
+  weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+  weights = weights.reshape(rows, kv_heads, groups * length, -1)
+  mixed = jnp.einsum("rkqs,rksh->rkqh", weights, v)
+  mixed = mixed.reshape(rows, kv_heads, groups, length, size)
+  return mixed.transpose(0, 3, 1, 2, 4).reshape(rows, length, heads, size)
 
 
 def splash_packed(q, k, v, trajectory_ids, interpret=False):
@@ -67,14 +94,18 @@ def splash_packed(q, k, v, trajectory_ids, interpret=False):
   length = q.shape[1]
   block = math.gcd(_BLOCK, length)
   least, most = _BACKWARD_BLOCKS
-  backward = math.gcd(min(max(least, length // _PARTIAL), most), length)
+  fused = length <= _PARTIAL * most
+  wanted = max(least, length // _PARTIAL) if fused else least
+  backward = math.gcd(wanted, length)
   sizes = splash.BlockSizes(
     block_q=block,
     block_kv=block,
     block_q_dkv=block,
     block_kv_dkv=backward,
     block_kv_dkv_compute=block,
-    use_fused_bwd_kernel=True,
+    block_q_dq=None if fused else block,
+    block_kv_dq=None if fused else backward,
+    use_fused_bwd_kernel=fused,
   )
 
   def local(q, k, v, ids):

@@ -12,15 +12,25 @@ choice has no gradient; the router learns through g.
 
 There is no capacity, so no token is ever dropped and a token's result depends
 on nothing else in the batch, padding included. Tokens are sorted by expert and
-multiplied in groups (`jax.lax.ragged_dot`, a grouped kernel on TPUs; on CPUs
-XLA multiplies all tokens by all experts, which suits small models only).
+multiplied in groups (a grouped kernel on TPUs; on CPUs XLA multiplies all
+tokens by all experts, which suits small models only). So few tokens that
+weights cost more to read than to multiply by are multiplied by every expert: a
+plain product reads a layer's weights where they lie, while those of a kernel
+are copied out of their stack first.
 
-On a mesh each device holds E / expert of the experts, and 1 / tensor of each
-one's hidden units, and works on the tokens of its own rows that chose those:
-`shard_map`, so that nothing is left to the compiler. Devices along `expert` and
-`tensor` hold the same rows; one all-reduce of the [n, D] output a layer joins
-their parts, as in tensor parallelism, and another one the gradient of x. No
-token travels, so nothing depends on how balanced the experts are but the time.
+On a mesh each device holds E / expert of the experts, 1 / tensor of each one's
+hidden units, and rows of its own (but along `tensor`): `shard_map`, so that
+nothing is left to the compiler. Of the two that have to meet, what is smaller
+travels along `expert`:
+
+- the experts, where a device has many tokens (training): it gathers all of
+  them, and their gradient is scattered. Its work is that of its own tokens;
+- the tokens, where it has few (decoding): it gets those of all devices along
+  the axis, works on the pairs of its own experts, and results are summed and
+  scattered. Nothing depends on how balanced the experts are but the time.
+
+Along `tensor` one all-reduce joins the parts of the output, and another one
+those of the gradient of x.
 
 Axes: n tokens, k experts a token, E experts (e of them on this device), D
 model, F hidden units of an expert, L layers, R rows, T tokens of a row.
@@ -28,7 +38,6 @@ model, F hidden units of an expert, L layers, R rows, T tokens of a row.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -36,16 +45,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
+from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 from jaxtyping import Array, Bool, Float, Int
 
 from rl_tpu import sharding
 from rl_tpu.types import Estimate
 
+_FEW = 128
+"""Tokens for which reading an expert's weights takes longer than multiplying
+all of them by it: on TPUs 160 to 560 operations take as long as a byte."""
 _LANES = 128
 """What megablox takes has sizes that are multiples of this."""
-_TILES = (512, 1024, 1024)
-"""Its largest tiles: of rows, inputs and outputs."""
+_TILES = (512, 2048, 1024)
+"""Its largest tiles: of rows, inputs and outputs. With all inputs in a tile, an
+expert's weights stay where they are from one tile of rows to the next."""
+_TILE = 3 * 2**19
+"""Most weights of a tile: VMEM holds two, of rows and outputs too."""
 
 
 @jax.tree_util.register_dataclass
@@ -119,10 +134,9 @@ def mixture(
 ) -> tuple[Float[Array, "... D"], Routing]:
   """Routes tokens, and sums what their experts make of them.
 
-  Costs 6 n k D F operations, memory of n k (D + 3 F) activations: also on a
-  mesh, where n is a device's tokens, all of which may have chosen the experts
-  of one device. Operations there are those of the device's own experts and
-  hidden units.
+  Costs 6 n k D F operations, memory of n k (D + 3 F) activations. On a mesh n
+  is a device's tokens where experts travel; where tokens do, all that reach it,
+  which may all have chosen its own experts, and F its own hidden units.
 
   Args:
     x: activations, in rows whose order under a mesh is that of its devices.
@@ -132,59 +146,68 @@ def mixture(
     normalize: whether the k gates of a token sum to 1.
   """
   tokens = x.reshape(-1, x.shape[-1])
-  local = functools.partial(_local, per_token=per_token, normalize=normalize)
   if jax.sharding.get_abstract_mesh().empty:
-    result = local(tokens, router, experts)
+    gates, routing = route(tokens, router, per_token, normalize)
+    experts = jax.tree.map(lambda weight: weight.astype(x.dtype), experts)
+    result = _summed(tokens, routing.experts, gates, experts), routing
   else:
-    result = _on_mesh(local, tokens, router, experts)
+    result = _on_mesh(per_token, normalize, tokens, router, experts)
   return jax.tree.map(lambda a: a.reshape(*x.shape[:-1], *a.shape[1:]), result)
 
 
 def _on_mesh(
-  local: Callable[..., tuple[jax.Array, Routing]],
+  per_token: int,
+  normalize: bool,
   tokens: Float[Array, "n D"],
   router: Float[Array, "D E"],
   experts: Experts,
 ) -> tuple[Float[Array, "n D"], Routing]:
-  """Lets each device add its experts' share for its tokens."""
+  """Lets each device work on its share, and joins what they get."""
+  mesh = jax.sharding.get_abstract_mesh()
   rows = sharding.partition_spec(("rows",))
-  # The embed axis of a weight is gathered for the layer (fsdp).
-  inward = sharding.partition_spec(("expert", None, "mlp"))
-  outward = sharding.partition_spec(("expert", "mlp", None))
-  joined = (*sharding.RULES["expert"], *sharding.RULES["mlp"])
+  inward = sharding.partition_spec(("expert", "embed", "mlp"))
+  outward = sharding.partition_spec(("expert", "mlp", "embed"))
+  # One sequence in prefill, say, need not divide over the devices.
+  parts = sharding.ways(mesh, "rows")
+  count = len(tokens)
+  tokens = jnp.pad(tokens, ((0, -count % parts), (0, 0)))
+  reached = len(tokens) // parts * sharding.ways(mesh, "expert")
+  held = sum(weight.size for weight in experts) // sharding.ways(mesh, "mlp")
+  experts_travel = reached * per_token * tokens.shape[1] > held
 
   def on_device(tokens, router, experts):
-    first = jax.lax.axis_index("expert") * experts[0].shape[0]
-    y, routing = local(tokens, router, experts, first)
-    return jax.lax.psum(y, joined), routing
+    gates, routing = route(tokens, router, per_token, normalize)
+    gate, up, down = (weight.astype(tokens.dtype) for weight in experts)
+    # The embed axis of a weight is gathered for the layer.
+    gate, up = (_gathered(weight, "embed", 1) for weight in (gate, up))
+    experts = gate, up, _gathered(down, "embed", 2)
+    chosen = routing.experts
+    if experts_travel:
+      experts = jax.tree.map(lambda w: _gathered(w, "expert", 0), experts)
+      y = _summed(tokens, chosen, gates, experts)
+    else:
+      tokens, chosen, gates = (
+        _gathered(x, "expert", 0) for x in (tokens, chosen, gates)
+      )
+      first = jax.lax.axis_index(sharding.RULES["expert"]) * len(gate)
+      own = (chosen >= first) & (chosen < first + len(gate))
+      chosen = jnp.where(own, chosen - first, len(gate))
+      y = _summed(tokens, chosen, gates, experts, some=True)
+      y = jax.lax.psum_scatter(y, sharding.RULES["expert"], tiled=True)
+    return jax.lax.psum(y, sharding.RULES["mlp"]), routing
 
-  # One sequence in prefill, say, need not divide over the devices.
-  mesh = jax.sharding.get_abstract_mesh()
-  ways = math.prod(mesh.shape[axis] for axis in sharding.RULES["rows"])
-  count = len(tokens)
   result = jax.shard_map(
     on_device,
     in_specs=(rows, jax.P(), (inward, inward, outward)),
     out_specs=rows,
     check_vma=False,
-  )(jnp.pad(tokens, ((0, -count % ways), (0, 0))), router, experts)
+  )(tokens, router, experts)
   return jax.tree.map(lambda a: a[:count], result)
 
 
-def _local(
-  tokens: Float[Array, "n D"],
-  router: Float[Array, "D E"],
-  experts: Experts,
-  first: Int[Array, ""] | int = 0,
-  *,
-  per_token: int,
-  normalize: bool,
-) -> tuple[Float[Array, "n D"], Routing]:
-  """The share of experts `first`, `first + 1`, ... in every token's result."""
-  gates, routing = route(tokens, router, per_token, normalize)
-  weights = jax.tree.map(lambda weight: weight.astype(tokens.dtype), experts)
-  gates = gates.astype(tokens.dtype)
-  return _grouped(tokens, routing.experts - first, gates, weights), routing
+def _gathered(x: jax.Array, axis: str, dimension: int) -> jax.Array:
+  """The parts of all devices along a logical axis."""
+  return jax.lax.all_gather(x, sharding.RULES[axis], axis=dimension, tiled=True)
 
 
 def route(
@@ -204,31 +227,120 @@ def route(
   return gates, Routing(experts=chosen, entropy=entropy)
 
 
-def _grouped(
+def _summed(
+  x: Float[Array, "n D"],
+  experts: Int[Array, "n k"],
+  gates: Float[Array, "n k"],
+  weights: Experts,
+  some: bool = False,
+) -> Float[Array, "n D"]:
+  """Sums gate times expert over each token's experts.
+
+  Args:
+    x: tokens.
+    experts: chosen, in [0, e).
+    gates: theirs.
+    weights: of e experts.
+    some: whether pairs may have expert e, which is another device's.
+  """
+  if len(x) <= _FEW:
+    return _every(x, experts, gates, weights)
+  return _grouped(x, experts, gates, weights, some)
+
+
+def _every(
   x: Float[Array, "n D"],
   experts: Int[Array, "n k"],
   gates: Float[Array, "n k"],
   weights: Experts,
 ) -> Float[Array, "n D"]:
-  """Sums gate times expert over those of `experts` in [0, e).
+  """`_summed` with all tokens multiplied by each expert, mostly for nothing."""
+  gate, up, down = weights
+  chosen = experts == jnp.arange(len(gate))[:, None, None]
+  by_expert = jnp.sum(jnp.where(chosen, gates, 0), axis=-1)
+  # A batch of products: weights are read as they lie, one expert's at a time.
+  tokens = jnp.broadcast_to(x, (len(gate), *x.shape))
+  hidden = jax.nn.silu(tokens @ gate) * (tokens @ up)
+  hidden *= by_expert.astype(x.dtype)[:, :, None]
+  return jnp.sum(hidden @ down, axis=0)
 
-  The n k pairs are sorted by expert. Those of other devices come last, in no
-  group, and are not multiplied.
+
+def _grouped(
+  x: Float[Array, "n D"],
+  experts: Int[Array, "n k"],
+  gates: Float[Array, "n k"],
+  weights: Experts,
+  some: bool,
+) -> Float[Array, "n D"]:
+  """`_summed` with the n k pairs sorted by expert.
+
+  Pairs of other devices' experts come last, in no group, and are not
+  multiplied.
   """
   gate, up, down = weights
-  count = gate.shape[0]
-  own = (experts >= 0) & (experts < count)
-  group = jnp.where(own, experts, count).reshape(-1)
+  group = experts.reshape(-1)
   order = jnp.argsort(group, stable=True)
-  sizes = jnp.bincount(group, length=count + 1)[:count].astype(jnp.int32)
-  # Nothing promises zeros past the last group, nor in the gradient there.
+  place = jnp.argsort(order)
+  chosen = group[:, None] == jnp.arange(len(gate))
+  sizes = jnp.sum(chosen, axis=0, dtype=jnp.int32)
   grouped = (jnp.arange(group.size) < jnp.sum(sizes))[:, None]
-  rows = jnp.where(grouped, x[order // experts.shape[1]], 0)
-  hidden = jax.nn.silu(matmul(rows, gate, sizes))
-  hidden *= matmul(rows, up, sizes)
-  out = jnp.where(grouped, matmul(hidden, down, sizes), 0)
-  pairs = out[jnp.argsort(order)].reshape(*experts.shape, -1)
-  return jnp.einsum("nkd,nk->nd", pairs, gates)
+
+  def times(rows, weights):
+    # Nothing promises zeros past the last group, nor in the gradient there.
+    rows = jnp.where(grouped, rows, 0) if some else rows
+    product: Any = matmul(rows, weights, sizes)
+    return jnp.where(grouped, product, 0) if some else product
+
+  rows = _spread(x, order, place, experts.shape[1])
+  hidden = jax.nn.silu(times(rows, gate)) * times(rows, up)
+  # Gates act on F numbers a pair rather than on the D that come out.
+  hidden *= gates.reshape(-1).astype(x.dtype)[order][:, None]
+  out = times(hidden, down)
+  y: Any = _collected(out, order, place, experts.shape[1])
+  return y
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _spread(
+  x: Float[Array, "n D"],
+  order: Int[Array, " m"],
+  place: Int[Array, " m"],
+  per_token: int,
+) -> Float[Array, "m D"]:
+  """Each token's row for each of its pairs, in the order of pairs.
+
+  Its gradient is `_collected`, and the other way round: both read where the
+  gradient of an index would add to places in memory, one after the other.
+  """
+  return x[order // per_token]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _collected(
+  pairs: Float[Array, "m D"],
+  order: Int[Array, " m"],
+  place: Int[Array, " m"],
+  per_token: int,
+) -> Float[Array, "n D"]:
+  """The sum over each token's pairs."""
+  return jnp.sum(pairs[place].reshape(-1, per_token, pairs.shape[1]), axis=1)
+
+
+def _with_order(function: Any) -> Callable[..., Any]:
+  """The forward pass of `function`; its gradient needs the order too."""
+
+  def forward(x, order, place, per_token):
+    return function(x, order, place, per_token), (order, place)
+
+  return forward
+
+
+_spread.defvjp(
+  _with_order(_spread), lambda k, kept, g: (_collected(g, *kept, k), None, None)
+)
+_collected.defvjp(
+  _with_order(_collected), lambda k, kept, g: (_spread(g, *kept, k), None, None)
+)
 
 
 @jax.custom_vjp
@@ -239,11 +351,13 @@ def matmul(
 ) -> Float[Array, "m F"]:
   """The first sizes[0] rows times weights[0], the next by weights[1], ...
 
-  On TPUs XLA has a grouped kernel for this and for the gradient of `rows`, but
-  for that of `weights` it multiplies all rows once for each group (libtpu
-  0.0.42). JAX's megablox kernel takes its place where sizes are multiples of
-  the kernel's lanes.
+  On TPUs this is JAX's megablox kernel where sizes are multiples of its lanes.
+  XLA's own takes tiles that need not divide an expert's units (half as many
+  operations again for 768 of them), and for the gradient of weights it
+  multiplies all rows once for each group (libtpu 0.0.42).
   """
+  if _fits_kernel(rows, weights):
+    return of_rows(rows, weights, sizes)
   return jax.lax.ragged_dot(rows, weights, sizes)
 
 
@@ -253,11 +367,10 @@ def _forward(rows, weights, sizes):
 
 def _backward(residuals, gradient):
   rows, weights, sizes = residuals
-  turned = weights.swapaxes(1, 2)
-  by_rows = jax.lax.ragged_dot(gradient, turned, sizes)
-  shapes = (*rows.shape, gradient.shape[1])
-  if sharding.on_tpu() and not any(size % _LANES for size in shapes):
+  if _fits_kernel(rows, weights):
+    by_rows = of_rows(gradient, weights, sizes, turned=True)
     return by_rows, of_weights(rows, gradient, sizes), None
+  by_rows = jax.lax.ragged_dot(gradient, weights.swapaxes(1, 2), sizes)
   _, pull = jax.vjp(lambda w: jax.lax.ragged_dot(rows, w, sizes), weights)
   return by_rows, *pull(gradient), None
 
@@ -265,14 +378,39 @@ def _backward(residuals, gradient):
 matmul.defvjp(_forward, _backward)
 
 
+def _fits_kernel(rows, weights) -> bool:
+  sizes = (len(rows), *weights.shape[1:])
+  return sharding.on_tpu() and not any(size % _LANES for size in sizes)
+
+
+def of_rows(rows, weights, sizes, turned=False, interpret=False):
+  """`matmul` by the TPU kernel, or by the transposed weights."""
+  outputs, inputs = weights.shape[1:] if turned else weights.shape[:0:-1]
+  tile = _tile(inputs, _TILES[1])
+  # Two tiles of outputs at least: one for each core of a chip.
+  most = max(_LANES, min(_TILES[2], _TILE // tile, outputs // 2))
+  return gmm(
+    rows,
+    weights,
+    sizes,
+    rows.dtype,
+    (_tile(len(rows), _TILES[0]), tile, _tile(outputs, most)),
+    transpose_rhs=turned,
+    interpret=interpret,
+  )
+
+
 def of_weights(rows, gradient, sizes, interpret=False):
   """The gradient of `matmul`'s weights by the TPU kernel."""
   shapes = (*rows.shape, gradient.shape[1])
-  tiling = tuple(
-    max(tile for tile in range(_LANES, most + 1, _LANES) if size % tile == 0)
-    for size, most in zip(shapes, _TILES, strict=True)
-  )
+  most = (_TILES[0], _TILES[2], _TILES[2])
+  tiling = tuple(map(_tile, shapes, most))
   return tgmm(rows.T, gradient, sizes, rows.dtype, tiling, interpret=interpret)
+
+
+def _tile(size: int, most: int) -> int:
+  """The largest multiple of the lanes up to `most` that divides a size."""
+  return max(t for t in range(_LANES, most + 1, _LANES) if size % t == 0)
 
 
 def loads(

@@ -31,8 +31,8 @@ def cache(tmp_path_factory):
   return tmp_path_factory.mktemp("compiled")
 
 
-def compile_pod(cache, *flags):
-  command = [sys.executable, "-m", "rl_tpu", "compile", f"--config={POD}"]
+def compile_pod(cache, *flags, pod=POD):
+  command = [sys.executable, "-m", "rl_tpu", "compile", f"--config={pod}"]
   return subprocess.run(
     [*command, f"--config.cache={cache}", *flags],
     capture_output=True,
@@ -65,6 +65,28 @@ def test_every_program_of_a_small_run_is_compiled_for_its_topology(cache):
   assert again.stdout == done.stdout
   assert again.stderr.count("taken from") == 4
   assert "compiling" not in again.stderr
+
+
+@pytest.mark.slow
+def test_a_critic_and_experts_are_compiled_and_have_a_time(cache):
+  """Grouped products, experts and tokens that travel; about 60 CPU seconds."""
+  done = compile_pod(cache, pod=POD.replace("pod.py", "pod_of_experts.py"))
+  assert done.returncode == 0, done.stderr
+  found = headline(done)["programs"]
+  assert set(found) == {
+    "values",
+    "critic_update",
+    "update",
+    "prefill",
+    "decode",
+  }
+  for name, program in found.items():
+    ideal = program["compute_seconds_ideal"]
+    assert program["compute_seconds_estimated"] is not None, name
+    assert 0 < ideal < program["compute_seconds_estimated"], name
+  report = done.stdout.split("\n\n")
+  update = next(part for part in report if part.startswith("update:"))
+  assert "all-gather among 2" in update
 
 
 @pytest.mark.slow

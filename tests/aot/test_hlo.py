@@ -1,5 +1,7 @@
 """What the reader makes of compiled text; the texts are cut from libtpu's."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -208,7 +210,11 @@ def test_a_kernel_takes_all_blocks_that_are_not_above_the_diagonal():
   known = flops.kernel(kernel("splash_mha_fwd.3", queries))
   assert known == flops.Kernel(flops=2 * every * 10 / 16, size=128)
   wide = flops.kernel(kernel("splash_mha_dkv_x", queries, blocks="4,2"))
-  assert wide is not None and wide.flops == 5 * every * 6 / 8
+  assert wide is not None and wide.flops == 4 * every * 6 / 8
+  partial = kernel("splash_mha_dkv_x", queries, blocks="4,2")
+  partial = dataclasses.replace(partial, shape="(f32[9,9], bf16[3,4,256,128])")
+  fused = flops.kernel(partial)
+  assert fused is not None and fused.flops == 5 * every * 6 / 8
   batched = "bf16[2,4,256,128]{3,2,1,0}"
   two = flops.kernel(kernel("splash_mha_fwd", batched))
   assert two is not None and two.flops == 2 * known.flops

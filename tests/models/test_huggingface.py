@@ -419,6 +419,7 @@ def test_X08_imported_experts_lie_spread_and_compute_the_same():
   up = spread["layers"]["feed_forward"]["experts"]["up"]
   assert up.addressable_shards[0].data.shape == (2, 2, 12, 8)
   tokens = np.load(GOLDEN / EXPERTS / "expected.npz")["tokens"]
+  tokens = np.tile(tokens, (4, 1))  # Rows divide over fsdp * expert.
   expected = logits(policy, params, tokens)
   with jax.set_mesh(mesh(fsdp=2, tensor=2, expert=2)):
     got = logits(policy, spread, tokens)

@@ -19,6 +19,16 @@ SPREAD = sharding.MeshShape(fsdp=2, tensor=2, expert=2)
 mixture = jax.jit(moe.mixture, static_argnames=("per_token", "normalize"))
 
 
+@pytest.fixture(autouse=True, params=["grouped"])
+def way(request, monkeypatch):
+  """Tokens are too many for all experts, or few enough (`every`)."""
+  few = {"grouped": 0, "every": 1000}[request.param]
+  monkeypatch.setattr(moe, "_FEW", few)
+
+
+both_ways = pytest.mark.parametrize("way", ["grouped", "every"], indirect=True)
+
+
 def mesh(shape=SPREAD):
   return sharding.make_mesh(shape, jax.devices())
 
@@ -83,15 +93,18 @@ def assert_close(one, other, atol=2e-5):
   )
 
 
+@both_ways
 @pytest.mark.parametrize("normalize", [True, False])
 def test_a_token_gets_the_gated_sum_of_its_likeliest_experts(normalize):
   arguments = drawn()
-  y, routing = mixture(*arguments, per_token=K, normalize=normalize)
+  run = lambda *a: moe.mixture(*a, per_token=K, normalize=normalize)  # noqa: E731
+  y, routing = jax.jit(run)(*arguments)
   expected, chosen = looped(*arguments, normalize)
   np.testing.assert_allclose(y, expected, atol=1e-5)
   np.testing.assert_array_equal(routing.experts, chosen)
 
 
+@both_ways
 @pytest.mark.parametrize("normalize", [True, False])
 def test_the_gradient_is_that_of_all_experts_under_the_same_gates(normalize):
   def sparse(*a):
@@ -145,10 +158,11 @@ def test_the_router_computes_in_float32_whatever_the_tokens_are():
   np.testing.assert_allclose(y.astype(jnp.float32), wide[0], atol=0.1)
 
 
+@both_ways
 @pytest.mark.parametrize(
   ("shape", "tokens"),
-  [(SPREAD, 7), (sharding.MeshShape(data=2, expert=4), 20)],
-  ids=["2x2x2", "2x4"],
+  [(SPREAD, 7), (SPREAD, 203), (sharding.MeshShape(data=2, expert=4), 20)],
+  ids=["tokens travel", "experts travel", "2x4"],
 )
 def test_X08_a_mesh_computes_what_one_device_does(shape, tokens):
   def run(*a):
@@ -166,11 +180,19 @@ def test_X08_a_mesh_computes_what_one_device_does(shape, tokens):
   assert_close(got, expected)
 
 
-def test_each_device_multiplies_by_its_own_experts_and_hidden_units_only():
+@pytest.mark.parametrize(
+  ("tokens", "pairs", "experts"),
+  [(20, 5 * 2 * K, E // 2), (200, 50 * K, E)],
+  ids=["few tokens reach both of an axis", "experts reach many tokens"],
+)
+def test_each_device_multiplies_by_its_own_experts_or_for_its_own_tokens(
+  tokens, pairs, experts
+):
   def products(jaxpr, found):
     for equation in jaxpr.eqns:
       if equation.primitive.name == "ragged_dot_general":
-        found.append(equation.invars[1].aval.shape)
+        rows, weights, _ = equation.invars
+        found.append((rows.aval.shape[0], *weights.aval.shape))
       for inner in jax.extend.core.jaxprs_in_params(equation.params):
         products(inner, found)
     return found
@@ -179,9 +201,19 @@ def test_each_device_multiplies_by_its_own_experts_and_hidden_units_only():
     return moe.mixture(*a, per_token=K, normalize=True)[0]
 
   with jax.set_mesh(mesh()):
-    jaxpr = jax.make_jaxpr(run)(*drawn())
+    jaxpr = jax.make_jaxpr(run)(*drawn(tokens))
   shapes = products(jaxpr.jaxpr, [])
-  assert shapes == [(E // 2, D, F // 2)] * 2 + [(E // 2, F // 2, D)]
+  inward = (pairs, experts, D, F // 2)
+  assert shapes == [inward, inward, (pairs, experts, F // 2, D)]
+
+
+def test_few_tokens_are_multiplied_by_every_expert_and_many_are_grouped(
+  monkeypatch,
+):
+  monkeypatch.setattr(moe, "_FEW", 20)
+  run = lambda *a: moe.mixture(*a, per_token=K, normalize=True)  # noqa: E731
+  grouped = ["ragged" in str(jax.make_jaxpr(run)(*drawn(n))) for n in (20, 21)]
+  assert grouped == [False, True]
 
 
 def test_the_tpu_kernel_gives_the_gradient_of_the_weights():
@@ -194,6 +226,19 @@ def test_the_tpu_kernel_gives_the_gradient_of_the_weights():
   got = moe.of_weights(rows, gradient, sizes, interpret=True)
   np.testing.assert_allclose(got, pull(gradient)[0], atol=1e-4)
   assert not np.any(got[1])
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_the_tpu_kernel_multiplies_each_row_by_its_expert(turned):
+  keys = jax.random.split(jax.random.key(0), 2)
+  weights = jax.random.normal(keys[0], (5, 128, 384))
+  rows = jax.random.normal(keys[1], (256, 384 if turned else 128))
+  sizes = jnp.array([7, 0, 130, 60, 1])
+  shaped = weights.swapaxes(1, 2) if turned else weights
+  expected = moe.matmul(rows, shaped, sizes)
+  got = moe.of_rows(rows, weights, sizes, turned=turned, interpret=True)
+  grouped = int(sizes.sum())
+  np.testing.assert_allclose(got[:grouped], expected[:grouped], atol=1e-4)
 
 
 def test_cached_decode_equals_the_full_forward():
@@ -221,7 +266,7 @@ def whole_rows(tokens):
 
 def test_X08_a_decoder_on_a_2x2x2_mesh_computes_what_one_device_does():
   policy, params = make(MOE)
-  tokens = jnp.arange(14).reshape(2, 7)
+  tokens = jnp.arange(28).reshape(4, 7)
   spread = jax.device_put(params, policy.param_shardings(mesh()))
   experts = spread["layers"]["feed_forward"]["experts"]
   assert experts["gate"].addressable_shards[0].data.shape == (2, 4, 16, 12)

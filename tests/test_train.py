@@ -33,6 +33,7 @@ from rl_tpu import (
   train,
 )
 from rl_tpu.config import ConfigError
+from rl_tpu.envs import Step
 from rl_tpu.generation import driver
 from rl_tpu.view import View
 
@@ -537,6 +538,26 @@ def test_an_environment_that_blocks_its_thread_cannot_hold_up_an_error(
       train.run(config, Quiet())
   finally:
     released.set()
+
+
+def test_failed_groups_are_in_the_log_by_kind(base, monkeypatch):
+  async def step(self, action, stop_reason):
+    if self.prompt.index == 1:
+      raise OSError("no judge for this one")
+    return Step(
+      observation=np.zeros(0, np.int32),
+      reward=float("nan") if self.prompt.index == 2 else 1.0,
+      end=True,
+      metrics={"calls": 3.0},
+    )
+
+  monkeypatch.setattr(tiny_run.OddFirst, "step", step)
+  config = tiny_run.get_config(fresh(base), batches=2)
+  train.run(config, Quiet())
+  row = metrics.read_csv(config.run_directory / "metrics.csv")[-2]
+  assert row["failed_groups"] == 2
+  assert (row["failed_raised"], row["failed_reward_not_finite"]) == (1, 1)
+  assert row["env_calls"] == 3
 
 
 @pytest.mark.parametrize("schedule", ["sync", "async"])

@@ -1,9 +1,9 @@
 """Countdown: solutions are right, answers are judged exactly."""
 
 import pytest
+from attempt import TOKENIZER, attempt, demonstrated, rows
 
 from rl_tpu.envs.countdown import Config, Task, score
-from tests.envs.attempt import TOKENIZER, attempt, demonstrated, rows
 
 
 @pytest.fixture(scope="module")

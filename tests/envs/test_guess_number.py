@@ -1,9 +1,9 @@
 """The guessing game."""
 
 import pytest
+from attempt import TOKENIZER, attempt, demonstrated
 
 from rl_tpu.envs.guess_number import Config, Task, _halving
-from tests.envs.attempt import TOKENIZER, attempt, demonstrated
 
 ROW = {"largest": 50, "number": 31}
 

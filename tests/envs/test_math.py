@@ -3,12 +3,12 @@
 import json
 
 import pytest
+from attempt import TOKENIZER, attempt, demonstrated, rows
 
 from rl_tpu import data
 from rl_tpu.envs import SPLITS, math
 from rl_tpu.envs.math import Config, Task
 from rl_tpu.types import EpisodeError
-from tests.envs.attempt import TOKENIZER, attempt, demonstrated, rows
 
 
 def write(path, lines):

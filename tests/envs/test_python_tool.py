@@ -3,11 +3,11 @@
 import json
 
 import pytest
+from attempt import TOKENIZER, attempt, rows
 
 from rl_tpu.envs import python_tool, reasoning_gym
 from rl_tpu.envs.python_tool import Config, Task
 from rl_tpu.tools.sandbox import Limits, SandboxError
-from tests.envs.attempt import TOKENIZER, attempt, rows
 
 QUESTIONS = reasoning_gym.Config(generator="chain_sum", size=30)
 

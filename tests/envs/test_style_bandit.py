@@ -1,11 +1,11 @@
 """The style bandit: styles, preferences, and when they switch."""
 
 import pytest
+from attempt import TOKENIZER, attempt, demonstrated
 
 from rl_tpu.data import HELDOUT_INDEX
 from rl_tpu.envs import style_bandit
 from rl_tpu.envs.style_bandit import Config, Task
-from tests.envs.attempt import TOKENIZER, attempt, demonstrated
 
 ROW = {"word": "dog"}
 GOOD = {"academic": "Adog", "cute": "Cdogdog", "chuunibyou": "Ugdo"}

@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 import pytest
+from attempt import TOKENIZER, attempt, ids, rows
 
 from rl_tpu import envs
 from rl_tpu.envs import (
@@ -15,7 +16,6 @@ from rl_tpu.envs import (
 )
 from rl_tpu.models.tokenizer import ByteTokenizer
 from rl_tpu.types import EpisodeError, Prompt
-from tests.envs.attempt import TOKENIZER, attempt, ids, rows
 
 CONFIGS = {
   "calculator": {"size": 400},

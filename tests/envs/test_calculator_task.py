@@ -4,17 +4,17 @@ import asyncio
 
 import numpy as np
 import pytest
-
-from rl_tpu.envs.calculator import Config, Task, solution
-from rl_tpu.episode import run_episode
-from rl_tpu.types import Completion, Sampling
-from tests.envs.attempt import (
+from attempt import (
   TOKENIZER,
   attempt,
   demonstrated,
   ids,
   rows,
 )
+
+from rl_tpu.envs.calculator import Config, Task, solution
+from rl_tpu.episode import run_episode
+from rl_tpu.types import Completion, Sampling
 
 ROW = {"question": "37*48"}
 

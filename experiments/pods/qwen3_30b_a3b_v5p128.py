@@ -1,4 +1,4 @@
-"""SAO on Qwen3 30B-A3B, with its critic: 128 chips of v5p train, 8 generate.
+"""SAO on Qwen3 30B-A3B, with its critic: 128 chips of v5p train, 16 generate.
 
   python -m rl_tpu compile --config=experiments/pods/qwen3_30b_a3b_v5p128.py
 
@@ -45,19 +45,19 @@ def get_config() -> ml_collections.ConfigDict:
         logit_chunk=1024,
       ),
       engine=engine.Config(
-        slots=16,
+        slots=32,
         context_length=CONTEXT,
         prefill_buckets=(1024, 8192, CONTEXT),
-        prefill_batches=(8,),
+        prefill_batches=(16,),
         steps_per_dispatch=16,
       ),
       devices=parts.Devices(
         trainer=sharding.MeshShape(fsdp=16, expert=8),
-        generator=sharding.MeshShape(expert=8),
+        generator=sharding.MeshShape(expert=16),
       ),
       warm_start=sft.Config(batches=0, wrong_batches=0),
       compile=topology.Config(
-        topology="v5p:4x4x8", generator_topology="v5p:2x2x2"
+        topology="v5p:4x4x8", generator_topology="v5p:2x2x4"
       ),
     )
   )

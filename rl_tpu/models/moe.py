@@ -262,7 +262,7 @@ def _every(
   tokens = jnp.broadcast_to(x, (len(gate), *x.shape))
   hidden = jax.nn.silu(tokens @ gate) * (tokens @ up)
   hidden *= by_expert.astype(x.dtype)[:, :, None]
-  return jnp.sum(hidden @ down, axis=0)
+  return jnp.einsum("enf,efd->nd", hidden, down)
 
 
 def _grouped(

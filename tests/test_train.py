@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -28,6 +29,7 @@ from rl_tpu import (
   evaluate,
   metrics,
   parts,
+  processes,
   schedules,
   sft,
   train,
@@ -358,7 +360,12 @@ def test_a_resumed_run_goes_on_from_the_tokens_of_unfinished_episodes(
   train.run(cut, Quiet())
   assert sum(had) > 0
   assert_each_prompt_once(cut)
-  assert equal(weights_of(cut), weights_of(whole))
+  # Keys and values of recorded tokens come from a prefill: other roundings.
+  jax.tree.map(
+    lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5),
+    weights_of(cut),
+    weights_of(whole),
+  )
 
 
 def test_a_run_cut_in_its_last_evaluation_trains_no_batch_again(
@@ -574,7 +581,8 @@ def test_an_interrupted_command_says_so_by_its_exit_code(monkeypatch, capsys):
   def interrupted(config):
     raise KeyboardInterrupt
 
-  monkeypatch.setattr(command_line, "_read_config", lambda arguments: None)
+  alone = SimpleNamespace(distributed=processes.Config())
+  monkeypatch.setattr(command_line, "_read_config", lambda arguments: alone)
   monkeypatch.setattr(command_line, "_prepare_jax", lambda config: None)
   monkeypatch.setitem(command_line.COMMANDS, "train", interrupted)
   assert command_line.main(["rl_tpu", "train"]) == 130

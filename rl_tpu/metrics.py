@@ -8,6 +8,7 @@ are dropped, so the files tell the history of the weights that exist.
 import csv
 import importlib.metadata
 import json
+import math
 import os
 import pathlib
 import platform
@@ -67,7 +68,8 @@ class RunLog:
       with open(self._csv, "a", newline="") as file:
         csv.DictWriter(file, self._columns).writerow(row)
     for name, value in metrics.items():
-      self._tensorboard.add_scalar(name, value, batch)
+      if math.isfinite(value):  # It warns of others in the terminal's view.
+        self._tensorboard.add_scalar(name, value, batch)
 
   def record(self, kind: str, batch: int, values: Mapping[str, Any]) -> None:
     """Appends one JSON line that belongs to `batch` to `kind`.jsonl."""

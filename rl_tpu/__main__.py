@@ -30,16 +30,26 @@ commands:
 FILE defines get_config(ARG); see experiments/quickstart.py. Any field can be
 set, for example --config.seed=1 --config.learner.learning_rate=1e-4.
 --port=N is short for --config.serve.port=N; --topology=v5p:4x4x4, --slices=N
-and --generator_topology=... for fields of --config.compile.
+and --generator_topology=... for fields of --config.compile; --resume=never (or
+must, or auto) for --config.resume. A trainer of N processes is `train` run N
+times with --coordinator=HOST:PORT --processes=N --process=I, which are fields
+of --config.distributed, or with --coordinator=auto on a TPU pod.
+
+Exit codes: 0 done, 1 failed, 2 refused, 130 stopped by a signal; where that
+left a checkpoint, the same command goes on from it.
 """
 
 _SHORT = {
-  "port": "serve",
-  "topology": "compile",
-  "slices": "compile",
-  "generator_topology": "compile",
+  "port": "serve.port",
+  "topology": "compile.topology",
+  "slices": "compile.slices",
+  "generator_topology": "compile.generator_topology",
+  "resume": "resume",
+  "coordinator": "distributed.coordinator",
+  "processes": "distributed.processes",
+  "process": "distributed.process",
 }
-"""Flags that stand for a field of a section."""
+"""Flags that stand for a field of the config."""
 
 
 def main(arguments: list[str]) -> int:
@@ -61,24 +71,29 @@ def main(arguments: list[str]) -> int:
 
   try:
     config = _read_config([arguments[0], *arguments[2:]])
+    if config.distributed.coordinator and command is not _train:
+      raise ConfigError(
+        f"config.distributed.coordinator is {config.distributed.coordinator!r};"
+        f" only train may have several processes, not {arguments[1]}"
+      )
   except ConfigError as error:
     print(f"rl_tpu: {error}", file=sys.stderr)
     return 2
   if command is not _compile:
     _prepare_jax(config)
-  from rl_tpu import train
+  from rl_tpu import processes
 
   try:
     figures = command(config)
   except ConfigError as error:
     print(f"rl_tpu: {error}", file=sys.stderr)
     return 2
-  except train.Stopped as error:
+  except processes.Stopped as error:
     print(f"rl_tpu: {error}", file=sys.stderr)
-    return 130
+    return processes.INTERRUPTED
   except KeyboardInterrupt:
     print("rl_tpu: stopped at once", file=sys.stderr)
-    return 130
+    return processes.INTERRUPTED
   print(json.dumps(figures))
   return 0 if figures.get("fits", True) else 1
 
@@ -118,10 +133,11 @@ def _read_config(arguments: list[str]):
 
 def _in_full(argument: str) -> str:
   """A flag by its whole name."""
-  for short, section in _SHORT.items():
-    if argument.startswith(f"--{short}="):
-      return f"--config.{section}.{argument.removeprefix('--')}"
-  return argument
+  name, equals, value = argument.partition("=")
+  field = _SHORT.get(name.removeprefix("--"))
+  if field is None or not name.startswith("--"):
+    return argument
+  return f"--config.{field}{equals}{value}"
 
 
 def _describe_tpus() -> None:
@@ -147,20 +163,30 @@ def _as_compiled() -> None:
 
 
 def _prepare_jax(config) -> None:
-  """As many CPU devices as the run needs, and a cache of compiled programs."""
+  """As many CPU devices as the run needs, and a cache of compiled programs.
+
+  The processes of a trainer meet here.
+  """
   import jax
+
+  from rl_tpu import processes
 
   jax.config.update("jax_num_cpu_devices", config.num_devices)
   cache = pathlib.Path(config.cache).absolute() / "compiled"
   cache.mkdir(parents=True, exist_ok=True)
   jax.config.update("jax_compilation_cache_dir", str(cache))
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+  processes.join(config.distributed)
 
 
 def _train(config) -> dict[str, Any]:
-  from rl_tpu import report, train
+  import jax
+
+  from rl_tpu import report, train, trainer
   from rl_tpu.view import View
 
+  if jax.process_index() > 0:
+    return trainer.follow(config)
   figures = train.run(config, View(config.batches))
   report.plot(config.run_directory)
   return figures

@@ -25,14 +25,23 @@ import collections
 import dataclasses
 import heapq
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rl_tpu.buffer import Buffer
-from rl_tpu.envs import Environment
+from rl_tpu.envs import Environment, Limits
 from rl_tpu.episode import Generator, run_episode
+from rl_tpu.rewards import shaping as shapes
 from rl_tpu.staleness import Admission
-from rl_tpu.types import Group, Prompt, Sampling, Trajectory, Turn
+from rl_tpu.types import (
+  EpisodeError,
+  Group,
+  Prompt,
+  Sampling,
+  Trajectory,
+  Turn,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -56,6 +65,10 @@ class Config:
   """Of all sampling keys."""
   max_failures_in_a_row: int = 8
   """Failed groups, none finished between them, that end the run, >= 1."""
+  limits: Limits = dataclasses.field(default_factory=Limits)
+  """What is taken from an environment."""
+  shaping: shapes.Config = dataclasses.field(default_factory=shapes.Config)
+  """What is done to rewards before they are trained on."""
 
   def __post_init__(self):
     for name, least in (
@@ -73,8 +86,9 @@ class Config:
 class Actor:
   """Keeps as many groups in flight as admission allows.
 
-  `run`, and everything the episodes do, lives on one event loop; `set_version`
-  and `snapshot` may be called from any thread, with or without a running loop.
+  `run`, and everything the episodes do, lives on one event loop;
+  `set_version`, `set_served` and `snapshot` may be called from any thread, with
+  or without a running loop.
   """
 
   def __init__(
@@ -82,7 +96,7 @@ class Actor:
     config: Config,
     *,
     generator: Generator,
-    make_environment: Callable[[Prompt], Environment],
+    make_group: Callable[[Prompt, int], Sequence[Environment]],
     prompts: Callable[[int], Prompt],
     admission: Admission,
     buffer: Buffer,
@@ -93,7 +107,8 @@ class Actor:
     Args:
       config: its numbers.
       generator: samples the actions.
-      make_environment: called once per episode.
+      make_group: builds the environments of a prompt's episodes, called once
+        per group with their number.
       prompts: the stream of prompts, by index.
       admission: says when a group may start; the actor's from now on.
       buffer: takes finished groups; its `on_refused` is set here.
@@ -113,18 +128,20 @@ class Actor:
       )
     self._config = config
     self._generator = generator
-    self._make_environment = make_environment
+    self._make_group = make_group
     self._prompts = prompts
     self._admission = admission
     self._buffer = buffer
     self._keep = keep
 
     self._version = 0
+    self._served: float = math.inf
     self._cursor = 0
     self._waiting: list[int] = []  # a heap
     self._running: set[int] = set()
     self._progress: dict[int, list[list[Turn]]] = {}  # by index and member
     self._dropped: dict[int, str] = {}
+    self._failures: collections.Counter[str] = collections.Counter()
     self._failures_in_a_row = 0
 
     self._loop: asyncio.AbstractEventLoop | None = None
@@ -137,7 +154,7 @@ class Actor:
 
   @property
   def version(self) -> int:
-    """Version that admission counts from."""
+    """Batches consumed."""
     return self._version
 
   @property
@@ -145,6 +162,12 @@ class Actor:
     """Whether nothing runs and nothing may start at this version."""
     with self._buffer.lock:
       return not self._running and self._capacity() <= 0
+
+  @property
+  def failures(self) -> dict[str, int]:
+    """Failed groups of the whole run by the kind of their first error."""
+    with self._buffer.lock:
+      return dict(self._failures)
 
   async def run(self) -> None:
     """Attempts prompts until `total_groups` are accepted for good.
@@ -189,10 +212,11 @@ class Actor:
       ) from self._error
 
   def set_version(self, version: int) -> None:
-    """Says that the generator samples from `version`, the last one included.
+    """Says that `version` batches are consumed, the last one taken included.
 
     Call it after each batch, once the generator has the weights: called
-    earlier, groups would start on weights one version too old.
+    earlier, groups would start on weights one version too old. Where
+    generators take them in their own time, `set_served` says when they have.
     """
     with self._buffer.lock:
       if version < self._version:
@@ -200,6 +224,18 @@ class Actor:
           f"version is {version}; it must be >= the present {self._version}"
         )
       self._version = version
+      self._notify()
+
+  def set_served(self, version: int) -> None:
+    """Says that what starts from now on samples from `version` or newer.
+
+    Generators that have processes of their own may lag behind what is
+    trained. A group must not start that would exceed the limit by its batch,
+    so admission counts from the lesser of both: with v' <= v served, group
+    number k < (n + v' + 1) * B is consumed at floor(k / B) <= n + v'.
+    """
+    with self._buffer.lock:
+      self._served = version
       self._notify()
 
   def snapshot(self, *, with_groups: bool = True) -> dict[str, Any]:
@@ -233,6 +269,7 @@ class Actor:
         "next_index": self._cursor,
         "unfinished": sorted(unfinished),
         "dropped": sorted([i, why] for i, why in self._dropped.items()),
+        "failures": dict(self._failures),
         "admission": self._admission.snapshot(),
         "stale": dict(self._buffer.counts),
         "groups": groups,
@@ -262,6 +299,7 @@ class Actor:
       self._waiting = sorted(state["unfinished"])
       self._progress = dict(state["progress"])
       self._dropped = dict(state["dropped"])
+      self._failures = collections.Counter(state["failures"])
       self._admission.resume(version, len(groups), state["admission"])
       self._buffer.counts = collections.Counter(state["stale"])
       self._buffer.restore(groups)
@@ -269,7 +307,12 @@ class Actor:
   def _capacity(self) -> float:
     admission = self._admission
     left = self._config.total_groups - admission.accepted - admission.running
-    return min(admission.capacity(self._version), left)
+    return min(admission.capacity(self._sampled_version), left)
+
+  @property
+  def _sampled_version(self) -> int:
+    """The oldest that a group may sample from which starts now."""
+    return int(min(self._version, self._served))
 
   def _copy_of_progress(self) -> dict[int, list[list[Turn]]]:
     """Episodes go on adding to theirs while this one is saved."""
@@ -299,7 +342,7 @@ class Actor:
     """Starts groups while there is room, those waiting first."""
     with self._buffer.lock:
       while self._capacity() > 0:
-        self._admission.dispatch(self._version)
+        self._admission.dispatch(self._sampled_version)
         if self._waiting:
           index = heapq.heappop(self._waiting)
         else:
@@ -317,10 +360,15 @@ class Actor:
     if prompt.index != index:
       raise ValueError(f"prompts({index}) returned prompt {prompt.index}")
     try:
+      environments = self._make_group(prompt, self._config.group_size)
+    except Exception as error:
+      self._fail(index, error)
+      return
+    try:
       async with asyncio.TaskGroup() as members:
         episodes = [
-          members.create_task(self._run_member(prompt, member))
-          for member in range(self._config.group_size)
+          members.create_task(self._run_member(prompt, member, environment))
+          for member, environment in enumerate(environments)
         ]
     except ExceptionGroup as errors:
       self._fail(index, errors.exceptions[0])
@@ -332,10 +380,12 @@ class Actor:
       Group(prompt=prompt, trajectories=tuple(e.result() for e in episodes))
     )
 
-  async def _run_member(self, prompt: Prompt, member: int) -> Trajectory:
-    return await run_episode(
+  async def _run_member(
+    self, prompt: Prompt, member: int, environment: Environment
+  ) -> Trajectory:
+    trajectory = await run_episode(
       self._generator,
-      self._make_environment(prompt),
+      environment,
       prompt,
       member=member,
       sampling=self._config.sampling,
@@ -343,7 +393,9 @@ class Actor:
       max_turns=self._config.max_turns,
       max_trajectory_tokens=self._config.max_trajectory_tokens,
       progress=self._progress[prompt.index][member],
+      limits=self._config.limits,
     )
+    return shapes.shape(trajectory, self._config.shaping)
 
   def _complete(self, group: Group) -> None:
     """A running group goes to the buffer, or is dropped by the filter."""
@@ -367,12 +419,17 @@ class Actor:
     with self._buffer.lock:
       if self._ended:
         return
+      named = isinstance(error, EpisodeError)
+      kind = error.kind if named else type(error).__name__
+      self._failures[kind] += 1
       self._failures_in_a_row += 1
       self._running.remove(index)
       del self._progress[index]
       self._admission.give_back("failed")
       self._dropped[index] = f"failed: {error!r}"
-      _log.warning("prompt %d failed and is dropped", index, exc_info=error)
+      _log.warning(
+        "prompt %d failed (%s) and is dropped", index, kind, exc_info=error
+      )
       if self._failures_in_a_row >= self._config.max_failures_in_a_row:
         raise RuntimeError(
           f"{self._failures_in_a_row} groups failed in a row; the last was "

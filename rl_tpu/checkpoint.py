@@ -23,9 +23,11 @@ import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from rl_tpu import processes
 from rl_tpu.types import (
   STOP_REASONS,
   Chunk,
@@ -147,13 +149,20 @@ class Checkpointer:
 def save_params(directory: str | os.PathLike, params: Any) -> None:
   """Writes weights alone, complete or not at all.
 
-  Where the directory is there already, another process was first and its
-  weights stay.
+  Where the directory is there already, another run was first and its weights
+  stay. Every process that has a part of them must call it.
   """
   final = pathlib.Path(directory).absolute()
-  building = final.with_name(f"building-{uuid.uuid4().hex}")
+  unique = processes.agreed(uuid.uuid4().int % 2**31)
+  building = final.with_name(f"building-{unique:08x}")
   with ocp.PyTreeCheckpointer() as checkpointer:
     checkpointer.save(building, params)
+  if jax.process_index() == 0:
+    _rename(building, final)
+  processes.agreed(0)  # It is there when this returns.
+
+
+def _rename(building: pathlib.Path, final: pathlib.Path) -> None:
   try:
     os.rename(building, final)
   except OSError:
@@ -224,6 +233,7 @@ def pack_groups(groups: Sequence[Group]) -> tuple[dict[str, np.ndarray], list]:
           "member": t.member,
           "temperature": t.temperature,
           "stop_reason": STOP_REASONS.index(t.stop_reason),
+          "metrics": dict(t.metrics),
         }
         for t in group.trajectories
       ],
@@ -270,6 +280,7 @@ def unpack_groups(
           member=saved["member"],
           temperature=saved["temperature"],
           stop_reason=STOP_REASONS[saved["stop_reason"]],
+          metrics=saved["metrics"],
         )
       )
       start, head_start = end, head_end

@@ -5,6 +5,8 @@ request starts with exactly the tokens stored so far. Nothing is decoded and
 encoded again, because that does not always give the same ids back.
 """
 
+import asyncio
+import collections
 import dataclasses
 import math
 from collections.abc import Awaitable
@@ -13,10 +15,11 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from jaxtyping import Int
 
-from rl_tpu.envs import Environment
+from rl_tpu.envs import Environment, Limits, Step
 from rl_tpu.types import (
   Chunk,
   Completion,
+  EpisodeError,
   Prompt,
   Request,
   Sampling,
@@ -54,6 +57,7 @@ async def run_episode(
   max_turns: int,
   max_trajectory_tokens: int,
   progress: list[Turn] | None = None,
+  limits: Limits | None = None,
 ) -> Trajectory:
   """Plays one episode; token in, token out.
 
@@ -77,15 +81,19 @@ async def run_episode(
     max_turns: >= 1.
     max_trajectory_tokens: prompt, actions and observations together.
     progress: turns so far; kept up to date while the episode goes on.
+    limits: what is taken from the environment; the defaults if None.
 
   Raises:
-    ValueError: the prompt leaves no room for an action, or generator or
-      environment broke their contract.
-    RuntimeError: the environment tried to end the process.
+    ValueError: the prompt leaves no room for an action, or the generator broke
+      its contract.
+    EpisodeError: the environment raised, took too long or broke its contract.
   """
   stream = _Stream()
+  limits = limits or Limits()
   progress = [] if progress is None else progress
-  observation = await _answer(environment.reset())
+  counted: collections.Counter[str] = collections.Counter()
+  observation = await _answer(environment.reset(), limits)
+  _check_observation(observation, limits)
   stop_reason: StopReason = "length"
   for number in range(max_turns):
     room = max_trajectory_tokens - len(stream) - len(observation)
@@ -105,9 +113,11 @@ async def run_episode(
     completion = await generator.generate(request, turn.chunks)
     _check_completion(completion, request)
     step = await _answer(
-      environment.step(completion.tokens, completion.stop_reason)
+      environment.step(completion.tokens, completion.stop_reason), limits
     )
+    _check_step(step, limits)
     stream.act(completion, step.reward)
+    counted.update(step.metrics)
     if step.end:
       stop_reason = completion.stop_reason
       break
@@ -125,6 +135,7 @@ async def run_episode(
     member=member,
     temperature=sampling.temperature,
     stop_reason=stop_reason,
+    metrics=dict(counted),
   )
 
 
@@ -137,13 +148,62 @@ def _turn(progress: list[Turn], number: int, observation: np.ndarray) -> Turn:
   return progress[number]
 
 
-async def _answer(work: Awaitable[_T]) -> _T:
-  """What an environment answers; it must not end the process."""
+async def _answer(work: Awaitable[_T], limits: Limits) -> _T:
+  """What an environment answers in time; whatever it raises has a name."""
+  timeout = asyncio.timeout(limits.step_seconds)
   try:
-    return await work
+    async with timeout:
+      return await work
+  except EpisodeError:
+    raise
   except SystemExit as error:
     # On an event loop it would end the loop, and all who wait for it hang.
-    raise RuntimeError(f"the environment called exit: {error!r}") from error
+    raise EpisodeError(
+      "exit", f"the environment called exit: {error!r}"
+    ) from error
+  except Exception as error:
+    if timeout.expired():
+      raise EpisodeError(
+        "timeout",
+        f"the environment did not answer within {limits.step_seconds} s",
+      ) from error
+    raise EpisodeError("raised", f"the environment raised {error!r}") from error
+
+
+def _check_step(step: Step, limits: Limits) -> None:
+  """Raises EpisodeError where an environment's answer is not to be used."""
+  if not math.isfinite(step.reward):
+    raise EpisodeError(
+      "reward_not_finite", f"the environment's reward is {step.reward!r}"
+    )
+  if not step.end:
+    _check_observation(step.observation, limits)
+
+
+def _check_observation(observation: np.ndarray, limits: Limits) -> None:
+  ids = np.asarray(observation)
+  if ids.ndim != 1 or not (
+    np.issubdtype(ids.dtype, np.integer) or not ids.size
+  ):
+    raise EpisodeError(
+      "observation_not_ids",
+      f"an observation is {ids.dtype}{list(ids.shape)}; it must be i32[n]",
+    )
+  if len(ids) > limits.observation_tokens:
+    raise EpisodeError(
+      "observation_too_long",
+      f"an observation has {len(ids)} tokens; it must have at most "
+      f"{limits.observation_tokens}",
+    )
+  if not len(ids) and not limits.empty_observations:
+    raise EpisodeError(
+      "observation_empty",
+      "an observation has no tokens, yet the episode goes on",
+    )
+  if len(ids) and ids.min() < 0:
+    raise EpisodeError(
+      "observation_not_ids", f"an observation holds the id {ids.min()}"
+    )
 
 
 class _Stream:
@@ -164,8 +224,6 @@ class _Stream:
     )
 
   def act(self, completion: Completion, reward: float) -> None:
-    if not math.isfinite(reward):
-      raise ValueError(f"the environment's reward is {reward!r}")
     n = len(completion.tokens)
     rewards = np.zeros(n)
     rewards[-1] = reward

@@ -10,7 +10,8 @@ import asyncio
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from rl_tpu.envs import Environment
+from rl_tpu import metrics
+from rl_tpu.envs import Environment, Limits
 from rl_tpu.episode import Generator, run_episode
 from rl_tpu.types import Prompt, Sampling, Trajectory
 
@@ -45,6 +46,7 @@ async def evaluate(
   seed: int,
   max_turns: int,
   max_trajectory_tokens: int,
+  limits: Limits | None = None,
 ) -> dict[str, float]:
   """Attempts every prompt, sampled and greedy, and scores the answers.
 
@@ -52,10 +54,12 @@ async def evaluate(
     heldout_accuracy: mean reward at `sampling.temperature`.
     heldout_greedy: mean reward of the most likely tokens.
     heldout_failed: episodes that raised; they count as 0 above.
+    heldout_env_NAME: means of what the environments of the sampled episodes
+      counted.
   """
   greedy = dataclasses.replace(sampling, temperature=0.0)
 
-  async def mean(settings: Sampling) -> tuple[float, int]:
+  async def mean(settings: Sampling) -> tuple[float, int, dict[str, float]]:
     episodes = (
       run_episode(
         generator,
@@ -66,17 +70,20 @@ async def evaluate(
         seed=seed + _SEED,
         max_turns=max_turns,
         max_trajectory_tokens=max_trajectory_tokens,
+        limits=limits,
       )
       for prompt in prompts
     )
     results = await asyncio.gather(*episodes, return_exceptions=True)
-    good = [r.outcome for r in results if isinstance(r, Trajectory)]
-    return sum(good) / len(results), len(results) - len(good)
+    good = [r for r in results if isinstance(r, Trajectory)]
+    counted = metrics.describe_environments(good)
+    total = sum(r.outcome for r in good)
+    return total / len(results), len(results) - len(good), counted
 
-  (accuracy, failed), (accuracy_greedy, failed_greedy) = await asyncio.gather(
-    mean(sampling), mean(greedy)
-  )
-  return {
+  sampled, most_likely = await asyncio.gather(mean(sampling), mean(greedy))
+  accuracy, failed, counted = sampled
+  accuracy_greedy, failed_greedy, _ = most_likely
+  return {f"heldout_{name}": value for name, value in counted.items()} | {
     "heldout_accuracy": accuracy,
     "heldout_greedy": accuracy_greedy,
     "heldout_failed": float(failed + failed_greedy),

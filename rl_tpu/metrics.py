@@ -8,6 +8,7 @@ are dropped, so the files tell the history of the weights that exist.
 import csv
 import importlib.metadata
 import json
+import math
 import os
 import pathlib
 import platform
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 import tensorboardX
 
-from rl_tpu.types import Group
+from rl_tpu.types import Group, Trajectory
 
 Row = dict[str, float]
 
@@ -67,7 +68,8 @@ class RunLog:
       with open(self._csv, "a", newline="") as file:
         csv.DictWriter(file, self._columns).writerow(row)
     for name, value in metrics.items():
-      self._tensorboard.add_scalar(name, value, batch)
+      if math.isfinite(value):  # It warns of others in the terminal's view.
+        self._tensorboard.add_scalar(name, value, batch)
 
   def record(self, kind: str, batch: int, values: Mapping[str, Any]) -> None:
     """Appends one JSON line that belongs to `batch` to `kind`.jsonl."""
@@ -176,7 +178,18 @@ def describe(groups: Sequence[Group], version: int) -> dict[str, float]:
     "staleness_mean": float(stale.mean()),
     "staleness_max": float(stale.max()),
     "mixed_version_trajectories": float(sum(mixed)),
-  }
+  } | describe_environments(trajectories)
+
+
+def describe_environments(
+  trajectories: Sequence[Trajectory],
+) -> dict[str, float]:
+  """Means of what environments counted, over the trajectories that have it."""
+  values: dict[str, list[float]] = {}
+  for trajectory in trajectories:
+    for name, value in trajectory.metrics.items():
+      values.setdefault(f"env_{name}", []).append(value)
+  return {name: float(np.mean(some)) for name, some in sorted(values.items())}
 
 
 def staleness_of_tokens(groups: Sequence[Group], version: int) -> np.ndarray:

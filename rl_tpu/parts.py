@@ -7,6 +7,7 @@ that need only some of them.
 
 import contextlib
 import dataclasses
+import functools
 import pathlib
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +25,8 @@ from rl_tpu import (
   history,
   learner,
   metrics,
+  ownership,
+  processes,
   schedules,
   sft,
   sharding,
@@ -31,16 +34,23 @@ from rl_tpu import (
   topology,
 )
 from rl_tpu import critic as critics
+from rl_tpu import transport as transports
 from rl_tpu.config import Choice, ConfigError, differences, to_json
+from rl_tpu.episode import Generator
 from rl_tpu.generation import driver as drivers
 from rl_tpu.generation import engine as engines
+from rl_tpu.generation import fleet, roster
 from rl_tpu.generation import server as servers
 from rl_tpu.models import huggingface, quantization, tokenizer, transformer
+from rl_tpu.rewards import shaping as shapes
 from rl_tpu.types import Sampling
 from rl_tpu.view import View
 from rl_tpu.virtual import config as virtual
 
-_PLACES = ("directory", "cache", "serve", "export", "compile", "simulate")
+_PLACES = (
+  *("directory", "cache", "resume", "distributed", "remote", "transport"),
+  *("serve", "export", "compile", "simulate"),
+)
 """Fields that say where a run lives and goes to, not what it computes."""
 
 
@@ -56,7 +66,8 @@ class Devices:
     default_factory=sharding.MeshShape
   )
   """The generator's mesh: the devices after the trainer's (async), or the
-  first ones too (sync and lockstep)."""
+  first ones too (sync and lockstep). Where generators have processes of their
+  own, that of each of them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,6 +100,11 @@ class Config:
   """Most groups in flight, >= 1; None: as many as staleness admits."""
   max_turns: int = 1
   """Most actions of one episode, >= 1."""
+  limits: envs.Limits = dataclasses.field(default_factory=envs.Limits)
+  """What is taken from an environment: time, length of observations."""
+  shaping: shapes.Config = dataclasses.field(default_factory=shapes.Config)
+  """What is done to rewards before they are trained on; evaluations are not
+  touched, and the log has `env_unshaped_reward` beside `reward`."""
   interruption: Literal["recompute", "keep", "drain"] = "recompute"
   """What new weights do to running sequences; see generation/driver.py."""
   task: Choice = dataclasses.field(metadata={"find": envs.get})
@@ -99,8 +115,8 @@ class Config:
   """Sizes of the policy."""
   pretrained: str | None = None
   """Folder in Hugging Face's format whose weights and tokenizer the run starts
-  from; `model` must be its `huggingface.read_config`, but for compute dtype and
-  remat."""
+  from; `model` must be its `huggingface.read_config`, but for compute dtype,
+  remat and unroll."""
   sampling: Sampling = dataclasses.field(default_factory=Sampling)
   """How training tokens are drawn; stop ids are the tokenizer's if empty."""
   learner: learner.Config
@@ -121,6 +137,22 @@ class Config:
   """Batches between checkpoints, >= 1; the last batch has one anyway."""
   checkpoints_kept: int = 2
   """Newest checkpoints that stay on disk, >= 1."""
+  resume: ownership.Resume = "auto"
+  """`auto` goes on from the newest checkpoint if the directory has one, `never`
+  refuses to, `must` refuses to begin anew."""
+  distributed: processes.Config = dataclasses.field(
+    default_factory=processes.Config
+  )
+  """Of a trainer of several processes."""
+  remote: roster.Config = dataclasses.field(default_factory=roster.Config)
+  """Generators that have processes of their own (`serve`, with
+  serve.weights='awaited'); where any is named, all devices of the trainer's
+  train, and the schedule must be async. Without any the run has a generator of
+  its own."""
+  transport: transports.Config = dataclasses.field(
+    default_factory=transports.Config
+  )
+  """How weights reach them."""
   serve: servers.Config = dataclasses.field(default_factory=servers.Config)
   """Of the command `serve`: address and limits."""
   export: huggingface.Export = dataclasses.field(
@@ -149,6 +181,11 @@ class Config:
     if self.seed >= 2**31:
       raise ConfigError(f"config.seed is {self.seed}; it must be < 2**31")
     schedules.parse(self.schedule)
+    if self.remote.names_any and self.lag is not None:
+      raise ConfigError(
+        f"config.schedule is {self.schedule!r}; it must be 'async' where "
+        "config.remote names generators, which take weights in their own time"
+      )
     staleness.staleness_bound(self.max_staleness)
     if staleness.staleness_bound(self.staleness_limit) < self._refresh_lag:
       raise ConfigError(
@@ -222,16 +259,28 @@ class Config:
   def _refresh_lag(self) -> int:
     return self.engine.mismatch.refresh_period - 1
 
+  def admitted_version(self, served: int) -> int:
+    """The version that admission counts from while this one is served.
+
+    It has used up what the generator's refresh period adds to the limit.
+    """
+    return served + self._refresh_lag
+
   @property
   def clean(self) -> "Config":
-    """The same, with a generator that computes as the learner does."""
+    """The same, with one generator, which computes as the learner does."""
     engine = dataclasses.replace(self.engine, mismatch=quantization.Config())
-    return dataclasses.replace(self, engine=engine)
+    return dataclasses.replace(self, engine=engine, remote=roster.Config())
 
   @property
   def num_devices(self) -> int:
-    """Devices that the run needs."""
-    trainer, generator = self.devices.trainer.size, self.devices.generator.size
+    """Devices that each process of the run needs, with its own generator."""
+    return self.devices_needed(self.distributed.processes)
+
+  def devices_needed(self, processes: int) -> int:
+    """The same for so many processes; the first has the generator."""
+    trainer = -(-self.devices.trainer.size // processes)
+    generator = self.devices.generator.size
     if self.lag is None:
       return trainer + generator
     return max(trainer, generator)
@@ -240,20 +289,37 @@ class Config:
 def meshes(config: Config) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
   """The trainer's and the generator's mesh.
 
+  Each process gives as many devices to the trainer, its first ones; the
+  generator's are those of process 0. Where all generators have processes of
+  their own, it is the trainer's twice.
+
   Raises:
     ConfigError: there are too few devices.
   """
-  devices = jax.devices()
-  if len(devices) < config.num_devices:
+  count, size = jax.process_count(), config.devices.trainer.size
+  if size % count:
+    raise ConfigError(
+      f"config.devices.trainer has {size} devices; it must be a multiple of "
+      f"the {count} processes"
+    )
+  share, remote = size // count, config.remote.names_any
+  local = [jax.local_devices(process_index=index) for index in range(count)]
+  needed = share if remote else config.devices_needed(count)
+  least = min(map(len, local))
+  if least < needed:
+    each = " in each process" * (count > 1)
     raise ConfigError(
       f"config.devices and schedule {config.schedule!r} need "
-      f"{config.num_devices} devices; there are {len(devices)}"
+      f"{needed} devices{each}; there are {least}"
     )
-  first = config.devices.trainer.size if config.lag is None else 0
-  return (
-    sharding.make_mesh(config.devices.trainer, devices),
-    sharding.make_mesh(config.devices.generator, devices[first:]),
+  given = {device for devices in local for device in devices[:share]}
+  trainer = sharding.make_mesh(
+    config.devices.trainer, [d for d in jax.devices() if d in given]
   )
+  if remote:
+    return trainer, trainer
+  free = local[0][share if config.lag is None else 0 :]
+  return trainer, sharding.make_mesh(config.devices.generator, free)
 
 
 @contextlib.contextmanager
@@ -374,6 +440,42 @@ def make_driver(
     )
 
 
+def make_fleet(
+  config: Config,
+  life: str,
+  *,
+  on_served: Callable[[int], None],
+  on_failure: Callable[[BaseException], None],
+) -> fleet.Fleet:
+  """The generators of config.remote, not connected; see `Fleet`.
+
+  Raises:
+    ConfigError: a secret is not there, or not fit for its use.
+  """
+  with _refusing("config.remote"):
+    return fleet.Fleet(
+      config.remote,
+      life=life,
+      on_served=on_served,
+      on_failure=on_failure,
+      clock=time.monotonic,
+    )
+
+
+def make_transport(config: Config, life: str) -> transports.Transport:
+  """How weights reach config.remote; in every process of the trainer at once.
+
+  Raises:
+    ConfigError: other machines reach the trainer, and there is no token.
+  """
+  with _refusing("config.transport"):
+    token = servers.secret(
+      "token_file", config.remote.token_file, servers.TOKEN_VARIABLE
+    )
+    directory = config.run_directory / "weights"
+    return transports.make_transport(config.transport, directory, token, life)
+
+
 def start_params(
   config: Config,
   task: envs.Task,
@@ -444,7 +546,7 @@ def make_actor(
   config: Config,
   task: envs.Task,
   rows: dict[str, data.Rows],
-  driver: drivers.GenerationDriver,
+  generator: Generator,
   groups: buffer.Buffer,
 ) -> actors.Actor:
   """The actor, not started.
@@ -460,9 +562,11 @@ def make_actor(
       max_turns=config.max_turns,
       max_trajectory_tokens=config.engine.context_length,
       seed=config.seed,
+      limits=config.limits,
+      shaping=config.shaping,
     ),
-    generator=driver,
-    make_environment=task.environment,
+    generator=generator,
+    make_group=functools.partial(envs.group, task),
     prompts=prompt_stream(config, task, rows).__getitem__,
     admission=staleness.Admission(
       groups_per_batch=config.groups_per_batch,
@@ -505,7 +609,12 @@ def claim(config: Config) -> dict[str, Any] | None:
 
 
 def record(config: Config) -> None:
-  """Writes what the run is into its directory."""
+  """Writes what the run is into its directory, which is ours now.
+
+  Raises:
+    ConfigError: until now it was another run's, of another config.
+  """
+  claim(config)
   directory = config.run_directory
   directory.mkdir(parents=True, exist_ok=True)
   metrics.write_json(directory / "config.json", to_json(config))

@@ -15,7 +15,7 @@ import jax
 
 from rl_tpu import checkpoint, data, envs, learner, packing, parts, schedules
 from rl_tpu import weights as publishing
-from rl_tpu.config import digest, to_json
+from rl_tpu.config import ConfigError, digest, to_json
 from rl_tpu.view import View
 
 _SEED = 2**30
@@ -25,6 +25,7 @@ _ELSEWHERE = (
   *("name", "directory", "cache", "schedule", "batches", "max_staleness"),
   *("on_stale", "max_running_groups", "evaluation", "devices"),
   *("checkpoint_every", "checkpoints_kept", "interruption", "compile"),
+  *("resume", "distributed", "remote", "transport"),
 )
 """Fields of the run that the result does not depend on."""
 
@@ -53,6 +54,9 @@ def pretrain(
   Returns:
     The state with the critic pretrained, its optimizer fresh; and the metrics
     of the last batch, none if the result was cached.
+
+  Raises:
+    ConfigError: it is not cached and the trainer has several processes.
   """
   assert trainer.critic is not None, "the algorithm has no critic"
   where = pathlib.Path(config.cache) / "value" / _digest(config)
@@ -62,6 +66,11 @@ def pretrain(
     abstract = trainer.critic.optimizer.abstract_state().params
     critic_params = checkpoint.restore_params(where, abstract)
   else:
+    if jax.process_count() > 1:
+      raise ConfigError(
+        "value pretraining needs one process; let the command `value` do it "
+        "first, with the same config"
+      )
     state, metrics = _learn(
       config, trainer, state, task, rows, generator_mesh, view
     )
@@ -95,12 +104,11 @@ def _learn(
   shardings = trainer.policy.param_shardings(generator_mesh)
   published = publishing.publish(state.params, 0, shardings)
   driver.engine.set_starting_params(published.params)
-  driver.update(driver.engine.serve(published))
-  driver.warm_up()
   actor = parts.make_actor(sampled, task, rows, driver, buffer)
   schedule = schedules.Serial(actor, driver, buffer)
   metrics: dict[str, float] = {}
   try:
+    schedule.serve(published)
     schedule.start()
     for version in range(batches):
       groups = schedule.take(version, lambda: False)

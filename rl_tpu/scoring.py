@@ -100,10 +100,21 @@ def outputs_and_loads(
       entropy = "entropy" in requires
       return _score(logits, labels, temperature, topk_ids, entropy)
 
+    if sharding.one_device():
+      return _by_chunks(_without_rows(score), positions, chunk)
     return _by_chunks(score, positions, chunk)
+
+  rows, length = batch.tokens.shape
+  if sharding.one_device():
+    # One list, as in `Policy.routed`, and chunks as large.
+    positions = jax.tree.map(
+      lambda x: x.reshape(1, -1, *x.shape[2:]), positions
+    )
+    chunk *= rows
 
   name = "embedding" if policy.config.tied else "head"
   scored = _on_own_rows(score_rows)({name: params[name]}, positions)
+  scored = jax.tree.map(lambda x: x.reshape(rows, length, *x.shape[2:]), scored)
   topk = scored.pop("target_topk_logp", None)
   if topk is not None:
     topk = _each_slot(ops.shift_to_tokens)(topk)
@@ -114,6 +125,16 @@ def outputs_and_loads(
 def _each_slot(shift: Callable[..., Array], **options: Any):
   """A shift of [R,T] for each of the K slots of [R,T,K]."""
   return jax.vmap(functools.partial(shift, **options), in_axes=-1, out_axes=-1)
+
+
+def _without_rows(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+  """Lets it map [C,...], given [1,C,...]."""
+
+  def on_list(arrays):
+    mapped = function(jax.tree.map(lambda x: x[0], arrays))
+    return jax.tree.map(lambda x: x[None], mapped)
+
+  return on_list
 
 
 def _on_own_rows(function: Callable[[Any, Any], Any]):

@@ -1,7 +1,9 @@
 """The generator as a process of its own: from a config to a network service.
 
 Weights are those of the newest checkpoint in the run's directory, or else the
-ones that training would start from; later ones come by `UpdateWeights`. Only
+ones that training would start from; later ones come by `UpdateWeights` or
+`PullWeights`. A generator of a training run elsewhere (`config.remote`) starts
+without any, and requests wait until the trainer has brought some. Only
 the generator's mesh is used, on this process's first devices. The mismatch of
 `config.engine` is served too: these are the answers that training would see.
 
@@ -37,7 +39,7 @@ def run(config: parts.Config, view: View) -> dict[str, Any]:
 
   Returns:
     `requests` that were answered, `tokens` that were sampled, the `version` of
-    the weights that were served last, `seconds`.
+    the weights that were served last (null for none), `seconds`.
 
   Raises:
     ConfigError: the address must not or cannot be served, or parts of the
@@ -61,7 +63,9 @@ def run(config: parts.Config, view: View) -> dict[str, Any]:
   driver = parts.make_driver(
     config, mesh, failed.set_exception, decode_stop_ids=text.eos_ids
   )
-  driver.update(_weights(config, driver, view))
+  weights = _weights(config, driver, view)
+  if weights is not None:
+    driver.update(weights)
   driver.warm_up()
   began = time.monotonic()
   driver.start()
@@ -79,15 +83,17 @@ def run(config: parts.Config, view: View) -> dict[str, Any]:
 
 def _weights(
   config: parts.Config, driver: GenerationDriver, view: View
-) -> VersionedParams:
-  """What a run of this config would generate with now."""
+) -> VersionedParams | None:
+  """What a run of this config would generate with now; None: it is awaited."""
   engine = driver.engine
   path = policies.newest(config.run_directory / "checkpoints")
-  params = None
-  if path is None or config.engine.mismatch.weight_noise:
+  params, awaited = None, config.serve.weights == "awaited"
+  if (path is None and not awaited) or config.engine.mismatch.weight_noise:
     task, rows = parts.make_task(config)
     params = parts.start_params(config, task, rows, engine.mesh, view)
     engine.set_starting_params(params)
+  if awaited:
+    return None
   if path is not None:
     view.note(f"serving the weights of {path}")
     return policies.load(engine, path, int(path.name))
@@ -130,7 +136,9 @@ async def _serve(
     ports = [f"{host}:{server.port}"]
     if runner is not None:
       ports.append(f"http on {host}:{runner.addresses[0][1]}")
-    _say(f"version {driver.version} is served on {', '.join(ports)}")
+    _, version = driver.accepted
+    what = "nothing yet" if version is None else f"version {version}"
+    _say(f"{what} is served on {', '.join(ports)}")
     await _first(signals.get(), broken)
     if not broken.done():
       _say(f"draining, for {grace:g} s at most; once more ends at once")

@@ -28,6 +28,7 @@ from rl_tpu import (
   envs,
   learner,
   packing,
+  processes,
   sharding,
 )
 from rl_tpu.config import ConfigError, digest
@@ -108,7 +109,7 @@ def warm_start(
     return huggingface.load(pretrained, policy, mesh)
   shardings = policy.param_shardings(mesh)
   where = cache / _digest(config, policy, pretrained, task, seed)
-  if where.exists():
+  if processes.agreed(where.exists()):
     note(f"warm start: taken from {where}")
     abstract = sharding.placed(policy.abstract_params(), shardings)
     return checkpoint.restore_params(where, abstract)

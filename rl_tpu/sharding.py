@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 AXES = ("data", "fsdp", "tensor", "expert")
@@ -64,17 +65,48 @@ class MeshShape:
 def make_mesh(shape: MeshShape, devices: Sequence[Any]) -> Mesh:
   """Builds a mesh of the first `shape.size` of `devices`.
 
+  Along each axis, chips of a TPU slice that follow each other are neighbours in
+  its torus where their number allows it. Slices follow each other along `data`:
+  only gradients, once an update, cross the slower network between them.
+
   Raises:
-    ValueError: there are fewer devices than the shape asks for.
+    ValueError: there are fewer devices than the shape asks for, or `data` is
+      not a multiple of their slices.
   """
   if len(devices) < shape.size:
     raise ValueError(
       f"{shape} needs {shape.size} devices; {len(devices)} are given"
     )
-  grid = np.asarray(devices[: shape.size]).reshape(
-    [getattr(shape, axis) for axis in AXES]
-  )
+  devices = devices[: shape.size]
+  sizes = [getattr(shape, axis) for axis in AXES]
+  slices = len({getattr(device, "slice_index", 0) for device in devices})
+  if shape.data % slices:
+    raise ValueError(
+      f"MeshShape.data is {shape.data} on {slices} slices; it must be a "
+      "multiple of them: no other axis may cross slices"
+    )
+  if slices > 1:
+    grid = mesh_utils.create_hybrid_device_mesh(
+      [shape.data // slices, *sizes[1:]],
+      [slices] + [1] * (len(AXES) - 1),
+      devices,
+      allow_split_physical_axes=True,
+    )
+  elif _fill_a_box(devices):
+    grid = mesh_utils.create_device_mesh(
+      sizes, devices, allow_split_physical_axes=True
+    )
+  else:
+    grid = np.asarray(devices).reshape(sizes)
   return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _fill_a_box(devices: Sequence[Any]) -> bool:
+  """Whether these are all chips of a box in a torus, from its origin on."""
+  if not all(hasattr(device, "coords") for device in devices):
+    return False
+  places = np.array([device.coords for device in devices])
+  return len(devices) == np.prod(places.max(axis=0) + 1)
 
 
 def partition_spec(axes: LogicalAxes) -> PartitionSpec:
@@ -157,6 +189,11 @@ def check_even(what: str, size: int, axis: str) -> None:
       f"{what} has {size} {axis}; they must divide over mesh axes "
       f"{RULES[axis]} ({parts} ways)"
     )
+
+
+def one_device() -> bool:
+  """Whether nothing is split: no mesh is in force, or one of one device."""
+  return math.prod(jax.sharding.get_abstract_mesh().shape.values()) == 1
 
 
 def on_tpu() -> bool:

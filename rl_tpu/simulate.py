@@ -14,6 +14,7 @@ import asyncio
 import collections
 import dataclasses
 import json
+import math
 import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from rl_tpu import actor as actors
-from rl_tpu import metrics, parts, staleness
+from rl_tpu import envs, metrics, parts, staleness
 from rl_tpu.buffer import Buffer
 from rl_tpu.config import ConfigError
 from rl_tpu.types import Group, Prompt, Request, Sampling, StopReason
@@ -264,9 +265,10 @@ class _Pod:
         total_groups=_ENDLESS * config.groups_per_batch,
         max_trajectory_tokens=context,
         max_turns=config.max_turns,
+        limits=envs.Limits(step_seconds=math.inf, empty_observations=True),
       ),
       generator=self._fleet,
-      make_environment=self._environments(),
+      make_group=self._environments(),
       prompts=self._prompt,
       admission=staleness.Admission(
         groups_per_batch=config.groups_per_batch,
@@ -353,14 +355,17 @@ class _Pod:
     rng = np.random.default_rng((self._config.seed, group.prompt.index))
     return rng.random() >= self._config.simulate.rejected_share
 
-  def _environments(self) -> Callable[[Prompt], VirtualEnvironment]:
+  def _environments(self) -> Callable[[Prompt, int], list[VirtualEnvironment]]:
     settings = self._config.simulate
     latency = settings.latency.draw()
     observation = _simulated(settings.observation_tokens, self._config)
     rng = np.random.default_rng((self._config.seed, 1))
-    return lambda prompt: VirtualEnvironment(
-      prompt, self._config.max_turns, observation, latency, rng
-    )
+    return lambda prompt, size: [
+      VirtualEnvironment(
+        prompt, self._config.max_turns, observation, latency, rng
+      )
+      for _ in range(size)
+    ]
 
 
 def _simulated(tokens: float, config: parts.Config) -> int:

@@ -6,16 +6,15 @@
     schedule.publish(weights)                here -> generator
     log, checkpoint, evaluate
 
-Who generates while this loop trains is the schedule's business. A run lives in
-one directory; the same command goes on from its newest checkpoint.
+Who generates while this loop trains is the schedule's business, in how many
+processes it trains is `trainer`'s. A run lives in one directory; the same
+command goes on from its newest checkpoint.
 """
 
 import contextlib
-import math
-import signal
-import threading
+import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -23,23 +22,23 @@ import numpy as np
 
 from rl_tpu import (
   checkpoint,
-  data,
-  evaluate,
   metrics,
+  ownership,
   packing,
   parts,
-  pretraining,
   schedules,
   weights,
 )
-from rl_tpu.config import ConfigError
-from rl_tpu.generation.driver import GenerationDriver
+from rl_tpu.config import ConfigError, to_json
+from rl_tpu.evaluations import Evaluations
+from rl_tpu.generation import policies
+from rl_tpu.generation.driver import GenerationDriver as Driver
+from rl_tpu.generation.fleet import Fleet
+from rl_tpu.processes import Stopped as Stopped
+from rl_tpu.processes import Team
+from rl_tpu.trainer import Trainer
 from rl_tpu.types import Batch, Group, VersionedParams
 from rl_tpu.view import View
-
-
-class Stopped(Exception):
-  """Somebody asked the run to stop; a checkpoint was written."""
 
 
 def run(config: parts.Config, view: View) -> dict[str, Any]:
@@ -55,27 +54,34 @@ def run(config: parts.Config, view: View) -> dict[str, Any]:
     versions), `batches`, `directory`.
 
   Raises:
-    ConfigError: the directory holds a run of another config, there are too few
-      devices, or parts of the config do not fit each other or the task.
+    ConfigError: the directory is in use or holds a run of another config or a
+      state that `config.resume` refuses, there are too few devices, or parts of
+      the config do not fit each other or the task.
     Stopped: SIGINT or SIGTERM came; a checkpoint was written.
     Exception: a part failed; its error, after everything was shut down.
   """
-  summary = parts.claim(config)
-  if summary is not None:
-    view.note(f"{config.run_directory} is complete; remove it to train again")
-    return summary
-  with contextlib.ExitStack() as stack:
-    this = _Run(config, view, stack)
+  team = Team(config.distributed.heartbeat_seconds)
+  with contextlib.ExitStack() as stack, team.together():
+    summary = parts.claim(config)
+    newest = policies.newest(config.run_directory / "checkpoints")
+    ownership.check(config.resume, config.run_directory, newest)
+    if summary is not None:
+      view.note(f"{config.run_directory} is complete; remove it to train again")
+      return summary
+    team.tell("begin", {"config": to_json(config)})
+    this = _Run(config, view, team, stack)
+    stack.enter_context(ownership.held(config.run_directory))
     parts.record(config)
+    this.open_checkpoints()
     if not this.restore():
       this.begin()
     this.refer()
     this.open_log()
     this.serve()
     stack.enter_context(view.open())
-    stack.enter_context(this.signals())
+    stack.enter_context(team.signals(view.note))
     if this.version == 0:
-      this.log_evaluation(0, this.evaluate())
+      this.log_evaluation()
     elif this.due(config.evaluation.every) and not this.evaluated():
       this.start_evaluation()
     this.start()
@@ -84,67 +90,74 @@ def run(config: parts.Config, view: View) -> dict[str, Any]:
       groups = this.take()
       taken = time.monotonic()
       batch = this.pack(groups)
-      this.state, trained = this.learner.train(this.state, batch)
-      this.version += 1
+      trained = this.train(batch)
       this.publish()
       ended = time.monotonic()
       row = metrics.describe(groups, this.version - 1) | trained
       this.log_batch(groups, row, began, taken, ended)
       if this.due(config.evaluation.every):
         this.start_evaluation()
-      if this.stop_requested:
+      if team.stop_requested:
         this.stop()
       if this.due(config.checkpoint_every):
         this.save()
     this.save()
-    this.finish_evaluations()
+    this.evaluations.finish(this.log)
     if not this.evaluated():
-      this.log_evaluation(this.version, this.evaluate())
+      this.log_evaluation()
     summary = this.summary()
   metrics.write_json(config.run_directory / "summary.json", summary)
   return summary
 
 
-class _Run:
+class _Run(Trainer):
   """The parts of one run, and the little that changes beside them."""
 
   def __init__(
-    self, config: parts.Config, view: View, stack: contextlib.ExitStack
+    self,
+    config: parts.Config,
+    view: View,
+    team: Team,
+    stack: contextlib.ExitStack,
   ):
     """Makes the parts, without weights; `stack` ends them in order."""
-    self.config, self.view, self._stack = config, view, stack
-    self._trainer_mesh, self._generator_mesh = parts.meshes(config)
-    self.learner = parts.make_learner(config, self._trainer_mesh)
+    super().__init__(config, view, team, stack)
     self._buffer = parts.make_buffer(config)
     self._history = parts.make_history(config)
-    self.driver = parts.make_driver(
-      config, self._generator_mesh, self._buffer.fail
-    )
-    self.task, self._rows = parts.make_task(config)
-    self._heldout = data.heldout(
-      self._rows["heldout"], config.evaluation.problems, self.task.prompt
-    )
+    self._life = secrets.token_hex(8)
+    self._driver: Driver | None = None
+    self._fleet: Fleet | None = None
+    self.generator = self._make_generator()
+    self.evaluations = Evaluations(config, self.task, self._rows, view)
     self.actor = parts.make_actor(
-      config, self.task, self._rows, self.driver, self._buffer
+      config, self.task, self._rows, self.generator, self._buffer
     )
-    self.checkpointer = checkpoint.Checkpointer(
-      config.run_directory / "checkpoints", keep=config.checkpoints_kept
-    )
-    stack.callback(self.checkpointer.close)
-    self.stop_requested = False
+    self.seconds = self.waited = 0.0
     self._weight_shardings = self.learner.policy.param_shardings(
       self._generator_mesh
     )
     self._published: VersionedParams | None = None
-    self._evaluations: list[tuple[int, Any]] = []
-    self._accuracy: dict[str, float] = {}
+
+  def _make_generator(self) -> schedules.Generator:
+    """The driver of this process, or the fleet of those of others."""
+    config, failed = self.config, self._buffer.fail
+    if not config.remote.names_any:
+      self._driver = parts.make_driver(config, self._generator_mesh, failed)
+      return self._driver
+
+    def served(version: int) -> None:
+      self.actor.set_served(config.admitted_version(version))
+
+    self._fleet = parts.make_fleet(
+      config, self._life, on_served=served, on_failure=failed
+    )
+    return self._fleet
 
   def restore(self) -> bool:
     """Takes over from the newest checkpoint; returns whether there is one."""
-    restored = self.checkpointer.restore_latest(self.learner.abstract_state())
+    restored = self.load()
     if restored is None:
       return False
-    self.state, self.version = restored.state, restored.version
     directory = self.config.run_directory
     self.view.note(f"resuming {directory} at batch {self.version}")
     self.seconds = restored.meta["seconds"]
@@ -165,49 +178,14 @@ class _Run:
       )
     return True
 
-  def begin(self) -> dict[str, float]:
-    """Starts at version 0, from the weights of the warm start.
-
-    Returns:
-      The explained variance that value pretraining reached, if it ran.
-    """
-    params = parts.start_params(
-      self.config, self.task, self._rows, self._trainer_mesh, self.view
-    )
-    self.state = self.learner.init(params, self.config.seed)
-    critic = self.learner.critic
-    reached: dict[str, float] = {}
-    if critic is not None and critic.config.pretraining_batches:
-      self.state, reached = pretraining.pretrain(
-        self.config,
-        self.learner,
-        self.state,
-        task=self.task,
-        rows=self._rows,
-        generator_mesh=self._generator_mesh,
-        view=self.view,
-      )
-    self.version, self.seconds, self.waited = 0, 0.0, 0.0
-    return {
-      name: value
-      for name, value in reached.items()
-      if name == "explained_variance" and math.isfinite(value)
-    }
-
   def refer(self) -> None:
     """Tells what refers to the weights that the run began with what they are.
 
     The reference policy of a KL term, and the noise of the generator.
     """
-    anchored = "reference_logp" in self.learner.requires
-    if not (anchored or self.config.engine.mismatch.weight_noise):
-      return
-    params = parts.start_params(
-      self.config, self.task, self._rows, self._trainer_mesh, self.view
-    )
-    self.driver.engine.set_starting_params(params)
-    if anchored:
-      self.learner.set_reference(params)
+    params = super().refer()
+    if params is not None and self._driver is not None:
+      self._driver.engine.set_starting_params(params)
 
   def open_log(self) -> None:
     """Opens the log, cut back to this version; 0 begins it anew."""
@@ -221,25 +199,32 @@ class _Run:
 
     Those of this version, unless a restored run's generator held older ones.
     """
+    self.schedule = self._make_schedule()
+    self._stack.callback(self.schedule.stop)
     published = self._published or self.versioned()
-    self.driver.update(self.driver.engine.serve(published))
+    self.schedule.serve(published)
     self._keep(published)
-    self.driver.warm_up()
+
+  def _make_schedule(self) -> schedules.Schedule:
+    if self._fleet is not None:
+      self.view.note("waiting for a generator to take the weights")
+      transport = self.make_transport(self._life)
+      return schedules.Remote(self.actor, self._fleet, self._buffer, transport)
+    assert self._driver is not None
     lag = self.config.lag
     kind = schedules.Concurrent if lag is None else schedules.Serial
-    self.schedule = kind(self.actor, self.driver, self._buffer)
-    self._stack.callback(self.schedule.stop)
+    return kind(self.actor, self._driver, self._buffer)
 
   def start(self) -> None:
     """Lets the actor dispatch, and starts the clock of the loop."""
     self._ended = time.monotonic()
     self._origin = self._ended - self.seconds
-    self._generated = self.driver.counters().tokens
+    self._generated = self.generator.counters().tokens
     self.schedule.start()
 
   def take(self) -> list[Group]:
     """The next batch's groups; a stop request may come while it waits."""
-    groups = self.schedule.take(self.version, lambda: self.stop_requested)
+    groups = self.schedule.take(self.version, lambda: self.team.stop_requested)
     return self.stop() if groups is None else groups
 
   def pack(self, groups: Sequence[Group]) -> Batch:
@@ -255,24 +240,31 @@ class _Run:
     )
 
   def versioned(self) -> VersionedParams:
-    """A copy of the weights on the generator's mesh."""
-    return weights.publish(
-      self.state.params, self.version, self._weight_shardings
-    )
+    """A copy of the weights on the generator's mesh.
+
+    Whoever brings them to another process makes the copy that it needs.
+    """
+    if self._driver is None and not self._keeps:
+      self.team.tell("publish")
+      return VersionedParams(version=self.version, params=self.state.params)
+    return weights.publish(self.weights(), self.version, self._weight_shardings)
 
   def publish(self) -> None:
     """Gives the generator this version's weights if it takes them over."""
     if self.config.engine.mismatch.refreshes(self.version):
       published = self.versioned()
-      self.schedule.publish(self.driver.engine.serve(published))
+      self.schedule.publish(published)
       self._keep(published)
     else:
       self.actor.set_version(self.version)
 
   def _keep(self, published: VersionedParams) -> None:
     """Keeps what checkpoints of versions without a refresh must hold."""
-    always = self.config.engine.mismatch.refresh_period == 1
-    self._published = None if always else published
+    self._published = published if self._keeps else None
+
+  @property
+  def _keeps(self) -> bool:
+    return self.config.engine.mismatch.refresh_period > 1
 
   def due(self, every: int) -> bool:
     """Whether something that comes every so many batches comes now."""
@@ -283,19 +275,20 @@ class _Run:
     """Held-out accuracy now, of the learner's policy.
 
     Where the generator's is another, training waits and a second engine
-    samples, made for it on the same devices.
+    samples, made for it on the same devices. Generators in other processes
+    answer with the policy that they have.
     """
-    if self.config.engine.mismatch.exact:
-      return self.schedule.call(self._evaluation(self.driver))
+    if self._driver is None or self.config.engine.mismatch.exact:
+      return self.schedule.call(self.evaluations.ask(self.generator))
     clean = parts.make_driver(self.config.clean, self._generator_mesh)
     clean.update(clean.engine.serve(self.versioned()))
-    self.driver.pause()
+    self._driver.pause()
     schedule = schedules.Serial(self.actor, clean, self._buffer)
     try:
-      return schedule.call(self._evaluation(clean))
+      return schedule.call(self.evaluations.ask(clean))
     finally:
       schedule.stop()
-      self.driver.resume()
+      self._driver.resume()
 
   def evaluated(self) -> bool:
     """Whether the log holds this version's held-out accuracy."""
@@ -307,47 +300,17 @@ class _Run:
   def start_evaluation(self) -> None:
     """Evaluates beside the training, from this version's weights on.
 
-    In async training newer weights may reach it before it ends; the row is
-    that of the version it started with. Where the generator's policy is not
-    the learner's, it ends before training goes on.
+    Where the generator's policy is not the learner's, it ends before training
+    goes on.
     """
-    if not self.config.engine.mismatch.exact:
-      self.log_evaluation(self.version, self.evaluate())
+    if self._driver is not None and not self.config.engine.mismatch.exact:
+      self.log_evaluation()
       return
-    future = self.schedule.submit(self._evaluation(self.driver))
-    self._evaluations.append((self.version, future))
+    self.evaluations.start(self.version, self.schedule, self.generator)
 
-  def finish_evaluations(self) -> None:
-    """Waits for those under way and logs them."""
-    for batch, future in self._evaluations:
-      self.log_evaluation(batch, future.result())
-    self._evaluations = []
-
-  async def _evaluation(self, driver: GenerationDriver) -> dict[str, float]:
-    """Raises if the generator failed; that says nothing of the policy."""
-    row = await evaluate.evaluate(
-      driver,
-      self.task.environment,
-      self._heldout,
-      sampling=parts.sampling(self.config, self.task),
-      seed=self.config.seed,
-      max_turns=self.config.max_turns,
-      max_trajectory_tokens=self.config.engine.context_length,
-    )
-    if driver.failure is not None:
-      raise driver.failure
-    return row
-
-  def log_evaluation(self, batch: int, row: dict[str, float]) -> None:
-    """Writes and shows held-out accuracy."""
-    self.log.write(batch, row)
-    self._accuracy = {"heldout_accuracy": row["heldout_accuracy"]}
-    self.view.note(
-      f"held-out accuracy after batch {batch}: "
-      f"{row['heldout_accuracy']:.3f} sampled, "
-      f"{row['heldout_greedy']:.3f} greedy"
-      + (f", {row['heldout_failed']:.0f} failed" * bool(row["heldout_failed"]))
-    )
+  def log_evaluation(self) -> None:
+    """Evaluates now."""
+    self.evaluations.log(self.log, self.version, self.evaluate())
 
   def log_batch(
     self,
@@ -362,19 +325,21 @@ class _Run:
     A batch's seconds go from the end of the one before to its own end, so
     that what happens in between (evaluations, checkpoints) is in the rates.
     """
-    for done in [e for e in self._evaluations if e[1].done()]:
-      self._evaluations.remove(done)
-      self.log_evaluation(done[0], done[1].result())
+    self.evaluations.log_ended(self.log)
     seconds, self._ended = ended - self._ended, ended
     self.seconds += seconds
     self.waited += taken - began
-    generated = self.driver.counters().tokens
+    generated = self.generator.counters().tokens
     row |= {
+      **self.schedule.figures(),
       "generated_tokens_per_second": (generated - self._generated) / seconds,
       "trained_tokens_per_second": row["action_tokens"] / seconds,
       "learner_wait_share": (taken - began) / seconds,
       "seconds": self.seconds,
     }
+    failures = self.actor.failures
+    row["failed_groups"] = float(sum(failures.values()))
+    row |= {f"failed_{kind}": float(n) for kind, n in failures.items()}
     self._generated = generated
     self.log.write(self.version, row)
     stale, tokens = np.unique(
@@ -392,14 +357,14 @@ class _Run:
     )
     events = [("learner", began, taken, "wait")]
     events.append(("learner", taken, ended, "train"))
-    events += [("generator", *event) for event in self.driver.take_events()]
+    events += [("generator", *event) for event in self.generator.take_events()]
     intervals = [
       (part, kind, start - self._origin, end - self._origin)
       for part, start, end, kind in events
     ]
     self.log.record("events", self.version, {"intervals": intervals})
     left = (self.config.batches / self.version - 1) * self.seconds
-    self.view.batch(self.version, row | self._accuracy, left)
+    self.view.batch(self.version, row | self.evaluations.latest, left)
 
   def save(self) -> None:
     """Starts a checkpoint of this moment."""
@@ -419,7 +384,7 @@ class _Run:
     if held is not None and held.version != self.version:
       arrays["generator"] = jax.device_get(held.params)
       meta["generator_version"] = held.version
-    self.checkpointer.save(self.version, self.state, arrays, meta)
+    self.store(arrays, meta)
 
   def stop(self) -> NoReturn:
     """Saves, then ends the run; the same command goes on from here."""
@@ -429,27 +394,6 @@ class _Run:
       f"stopped after batch {self.version} of {self.config.batches}; "
       "the same command goes on from there"
     )
-
-  @contextlib.contextmanager
-  def signals(self) -> Iterator[None]:
-    """The first SIGINT or SIGTERM stops cleanly; the next one at once."""
-    if threading.current_thread() is not threading.main_thread():
-      yield
-      return
-
-    def handle(number, frame):
-      if self.stop_requested:
-        raise KeyboardInterrupt
-      self.stop_requested = True
-      self.view.note("stopping; once more stops at once, without a checkpoint")
-
-    kinds = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(kind, handle) for kind in kinds]
-    try:
-      yield
-    finally:
-      for kind, handler in zip(kinds, before, strict=True):
-        signal.signal(kind, handler)
 
   def summary(self) -> dict[str, Any]:
     """The headline figures, from the log and the clock."""
@@ -484,7 +428,8 @@ def evaluate_newest(config: parts.Config, view: View) -> dict[str, Any]:
   if not directory.is_dir():
     raise ConfigError(f"{directory} is not there: nothing to evaluate")
   with contextlib.ExitStack() as stack:
-    this = _Run(config.clean, view, stack)
+    this = _Run(config.clean, view, Team(), stack)
+    this.open_checkpoints()
     if not this.restore():
       raise ConfigError(f"{directory} holds no checkpoint to evaluate")
     this.serve()
@@ -508,6 +453,6 @@ def pretrain_value(config: parts.Config, view: View) -> dict[str, Any]:
       f"{config.algorithm.name}; value pretraining needs >= 1 and a critic"
     )
   with contextlib.ExitStack() as stack:
-    this = _Run(config, view, stack)
+    this = Trainer(config, view, Team(), stack)
     metrics = this.begin()
   return {"batches": critic.config.pretraining_batches, **metrics}

@@ -21,6 +21,18 @@ StopReason = Literal["stop", "length", "env", "error"]
 STOP_REASONS = ("stop", "length", "env", "error")
 
 
+class EpisodeError(RuntimeError):
+  """An episode that cannot become a trajectory, for a reason with a name.
+
+  `kind` names what went wrong in a word or two, lower case with underscores;
+  the log counts failed groups by it.
+  """
+
+  def __init__(self, kind: str, message: str):
+    super().__init__(f"{kind}: {message}")
+    self.kind = kind
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prompt:
   """One task to attempt.
@@ -175,6 +187,8 @@ class Trajectory:
   behavior_topk_logp: np.ndarray | None = None
   """f32[T, K], their logp under the distribution sampled from; -inf where
   unused."""
+  metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  """What its environment counted, summed over the turns."""
 
   def __post_init__(self):
     shape = np.shape(self.tokens)

@@ -11,9 +11,13 @@ from hypothesis import strategies as st
 
 from rl_tpu.actor import Actor, Config
 from rl_tpu.buffer import Buffer, Closed
-from rl_tpu.envs import Step
+from rl_tpu.envs import Limits, Step, encode_observation
+from rl_tpu.models.tokenizer import ByteTokenizer
+from rl_tpu.rewards.shaping import Config as Shaping
 from rl_tpu.staleness import Admission
 from rl_tpu.types import Chunk, Completion, Prompt, Sampling
+
+BYTES = ByteTokenizer()
 
 
 class Scripted:
@@ -72,6 +76,11 @@ class OneTurn:
     return Step(observation=empty, reward=float(self.prompt.index), end=True)
 
 
+def alone(environment):
+  """Builds members that know nothing of each other."""
+  return lambda prompt, size: [environment(prompt) for _ in range(size)]
+
+
 def prompts(index):
   return Prompt(
     index=index, tokens=np.ones(1, np.int32), metadata={"row": index % 6}
@@ -93,6 +102,9 @@ class Rig:
     total_groups=64,
     max_failures_in_a_row=8,
     state=None,
+    environment=OneTurn,
+    limits=None,
+    shaping=None,
     **parts,
   ):
     self.generator = generator or Scripted()
@@ -113,11 +125,21 @@ class Rig:
         total_groups=total_groups,
         max_trajectory_tokens=8,
         max_failures_in_a_row=max_failures_in_a_row,
+        limits=limits or Limits(),
+        shaping=shaping or Shaping(),
       ),
       generator=self.generator,
       admission=self.admission,
       buffer=self.buffer,
-      **({"make_environment": OneTurn, "prompts": prompts} | parts),
+      **(
+        {
+          "make_group": lambda prompt, n: [
+            environment(prompt) for _ in range(n)
+          ],
+          "prompts": prompts,
+        }
+        | parts
+      ),
     )
     if state is not None:
       self.actor.restore(state)
@@ -312,9 +334,108 @@ def test_an_environment_that_raises_never_becomes_a_reward():
     await quiet()
     assert len(rig.buffer) == 0
     (dropped,) = rig.actor.snapshot()["dropped"]
-    assert dropped == [0, "failed: TimeoutError('judge')"]
+    assert dropped[0] == 0 and "raised TimeoutError('judge')" in dropped[1]
+    assert rig.actor.failures == {"raised": 1}
 
-  drive(Rig(make_environment=Broken), script)
+  drive(Rig(environment=Broken), script)
+
+
+def test_failures_are_counted_by_kind_and_a_resumed_run_goes_on_counting():
+  class Broken(OneTurn):
+    async def step(self, action, stop_reason):
+      if self.prompt.index == 0:
+        return Step(observation=action[:0], reward=float("nan"), end=True)
+      return Step(observation=action[:0], reward=0.0, end=False)
+
+  async def first(rig):
+    for index in range(3):
+      rig.generator.finish(index)
+      await quiet()
+    states.append(rig.actor.snapshot())
+
+  states = []
+  counted = {"reward_not_finite": 1, "observation_empty": 2}
+  drive(Rig(environment=Broken), first)
+  assert states[0]["failures"] == counted
+
+  async def second(rig):
+    rig.generator.fail(3, OSError("gone"))
+    await quiet()
+    assert rig.actor.failures == counted | {"OSError": 1}
+
+  state = json.loads(json.dumps(states[0] | {"progress": {}}))
+  drive(Rig(state=state), second)
+
+
+async def hang():
+  await asyncio.Event().wait()
+
+
+def test_the_run_goes_on_whatever_an_environment_does():
+  """One odd environment of each kind, then good ones."""
+  empty = np.zeros(0, np.int32)
+  odd = {
+    0: ("raised", lambda: 1 // 0),
+    1: ("timeout", hang),
+    2: ("reward_not_finite", (empty, float("nan"), True)),
+    3: ("observation_empty", (empty, 0.0, False)),
+    4: ("observation_too_long", (np.ones(100_000, np.int32), 0.0, False)),
+    5: ("observation_not_text", lambda: encode_observation(BYTES, "\udcff")),
+    6: ("exit", exit),
+  }
+
+  class Odd(OneTurn):
+    async def step(self, action, stop_reason):
+      if self.prompt.index not in odd:
+        return await super().step(action, stop_reason)
+      _, does = odd[self.prompt.index]
+      if does is hang:
+        await hang()
+      observation, reward, end = does() if callable(does) else does
+      return Step(observation=observation, reward=reward, end=end)
+
+  limits = Limits(step_seconds=0.05)
+  rig = Rig(
+    Scripted(answer_at_once=True),
+    environment=Odd,
+    total_groups=4,
+    max_staleness=8,
+    limits=limits,
+  )
+  go(rig.actor.run())
+  kinds = {kind: 1 for kind, _ in odd.values()}
+  assert rig.actor.failures == kinds
+  consumed = [rig.buffer.take(v, timeout=0) for v in range(4)]
+  assert [g.prompt.index for (g,) in consumed] == [7, 8, 9, 10]
+
+
+def test_rewards_are_shaped_before_they_are_trained_on():
+  async def script(rig):
+    rig.generator.finish(0)
+    await quiet()
+    (group,) = rig.buffer.take(0, timeout=0)
+    assert [t.rewards.tolist() for t in group.trajectories] == [[0, 0, 2]] * 2
+    assert group.trajectories[0].metrics == {"unshaped_reward": 0.0}
+
+  drive(Rig(shaping=Shaping(bias=1.0, scale=2.0)), script)
+
+
+def test_members_that_are_built_together_attempt_one_prompt():
+  built = []
+
+  def make_group(prompt, size):
+    if prompt.index == 0:
+      raise OSError("no table free")
+    built.append([OneTurn(prompt) for _ in range(size)])
+    return built[-1]
+
+  async def script(rig):
+    await quiet()
+    assert rig.actor.failures == {"OSError": 1}
+    assert sorted(rig.generator.pending[1]) == [0, 1, 2]
+    assert len(built) == 1 and len(built[0]) == 3
+
+  drive(Rig(group_size=3, make_group=make_group), script)
 
 
 def test_a_request_cancelled_by_the_generator_fails_its_group():
@@ -837,5 +958,70 @@ def test_prompts_must_give_the_prompt_asked_for():
     rig = Rig(prompts=lambda index: prompts(index + 1))
     with pytest.raises(ValueError, match=r"prompts\(0\) returned prompt 1"):
       await rig.actor.run()
+
+  go(main())
+
+
+# Generators that lag.
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+  operations=st.lists(
+    st.sampled_from(["finish", "learn", "publish", "serve"]), max_size=80
+  ),
+  groups_per_batch=st.integers(1, 3),
+  max_staleness=st.integers(0, 3),
+  refresh_period=st.integers(1, 4),
+)
+def test_nothing_is_too_stale_however_late_generators_take_weights(
+  operations, groups_per_batch, max_staleness, refresh_period
+):
+  """Groups that end in the order of dispatch are trained, none refused.
+
+  And when generators serve what they were given last, the run goes on.
+  """
+  lag = refresh_period - 1
+  max_staleness += lag
+  batches = 6
+
+  async def main():
+    rig = Rig(
+      groups_per_batch=groups_per_batch,
+      max_staleness=max_staleness,
+      total_groups=batches * groups_per_batch,
+    )
+    rig.admission.max_staleness -= lag
+    rig.actor.set_served(lag)
+    published = 0
+    run = asyncio.create_task(rig.actor.run())
+    await quiet()
+
+    def learn():
+      version = rig.actor.version
+      try:
+        groups = rig.buffer.take(version, timeout=0)
+      except (TimeoutError, Closed):
+        return
+      assert max(g.staleness(version) for g in groups) <= max_staleness
+      rig.actor.set_version(version + 1)
+
+    def serve():
+      rig.generator.version = published
+      rig.actor.set_served(published + lag)
+
+    for operation in operations + ["publish", "serve", "finish", "learn"] * 99:
+      if operation == "finish" and rig.generator.pending:
+        rig.generator.finish(min(rig.generator.pending))
+      elif operation == "learn":
+        learn()
+      elif operation == "publish":
+        published = rig.actor.version // refresh_period * refresh_period
+      elif operation == "serve":
+        serve()
+      await quiet()
+    assert rig.buffer.counts["groups_refused"] == 0
+    assert rig.actor.version == batches
+    await run
 
   go(main())

@@ -113,7 +113,7 @@ def play(orders, drains=False):
       max_failures_in_a_row=10**6,
     ),
     generator=generator,
-    make_environment=OneTurn,
+    make_group=lambda prompt, size: [OneTurn(prompt) for _ in range(size)],
     prompts=lambda index: Prompt(index=index, tokens=np.ones(1, np.int32)),
     admission=admission,
     buffer=buffer,

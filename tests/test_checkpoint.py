@@ -23,6 +23,7 @@ def trajectory(index, member, length=5):
     rewards=np.eye(length, dtype=np.float32)[-1],
     temperature=0.7,
     stop_reason="length" if member else "stop",
+    metrics={"tool_calls": 2.0} if member else {},
   )
 
 
@@ -84,6 +85,7 @@ def test_everything_comes_back_as_it_was_saved(tmp_path, groups):
       for name in ("prompt_id", "group_id", "member", "temperature"):
         assert getattr(t, name) == getattr(u, name)
       assert t.stop_reason == u.stop_reason
+      assert t.metrics == u.metrics
       for name in ("tokens", "action_mask", "behavior_logp", "rewards"):
         np.testing.assert_array_equal(getattr(t, name), getattr(u, name))
       assert t.tokens.dtype == np.int32

@@ -6,10 +6,17 @@ import dataclasses
 import numpy as np
 import pytest
 
-from rl_tpu.envs import Step
+from rl_tpu.envs import Limits, Step
 from rl_tpu.episode import run_episode
 from rl_tpu.generation import wire
-from rl_tpu.types import Chunk, Completion, Prompt, Sampling, Turn
+from rl_tpu.types import (
+  Chunk,
+  Completion,
+  EpisodeError,
+  Prompt,
+  Sampling,
+  Turn,
+)
 
 
 class Player:
@@ -57,6 +64,7 @@ def play(
   max_turns=4,
   max_trajectory_tokens=100,
   progress=None,
+  limits=None,
   **sampling,
 ):
   return asyncio.run(
@@ -70,6 +78,7 @@ def play(
       max_turns=max_turns,
       max_trajectory_tokens=max_trajectory_tokens,
       progress=progress,
+      limits=limits,
     )
   )
 
@@ -157,7 +166,7 @@ def test_a_prompt_without_room_for_an_action_is_refused_with_both_numbers():
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf")])
 def test_a_reward_that_is_no_number_is_an_error_not_a_reward(reward):
-  with pytest.raises(ValueError, match="reward"):
+  with pytest.raises(EpisodeError, match="reward_not_finite.*reward is"):
     play(Player(([2], "stop")), Script([1], ([], reward, True)))
 
 
@@ -181,7 +190,7 @@ def test_an_environment_cannot_end_the_process(verb, monkeypatch):
 
   script = Script([5], ([], 1.0, True))
   monkeypatch.setattr(script, verb, leave)
-  with pytest.raises(RuntimeError, match="the environment called exit"):
+  with pytest.raises(EpisodeError, match="exit: the environment called exit"):
     play(Player(([1], "stop")), script)
 
 
@@ -304,3 +313,86 @@ def test_what_followed_an_observation_that_is_another_now_does_not_count():
   assert player.sampled == [7, 7, 2]
   assert t.tokens.tolist() == [1, 4, 5, 2, 9, 7, 7, 2]
   assert [turn.observation.tolist() for turn in progress] == [[1, 4], [9]]
+
+
+def refused(player, script, **kwargs):
+  with pytest.raises(EpisodeError) as caught:
+    play(player, script, **kwargs)
+  return caught.value.kind
+
+
+class Odd(Script):
+  """Answers what `does` returns, or raises what it raises."""
+
+  def __init__(self, does):
+    super().__init__([1])
+    self.does = does
+
+  async def step(self, action, stop_reason):
+    return await self.does()
+
+
+async def hang():
+  await asyncio.Event().wait()
+
+
+async def fail():
+  raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
+
+
+async def own_time_out():
+  raise TimeoutError("the judge's own")
+
+
+@pytest.mark.parametrize(
+  ("does", "kind"),
+  [(hang, "timeout"), (fail, "raised"), (own_time_out, "raised")],
+)
+def test_an_environment_that_hangs_or_raises_has_a_name(does, kind):
+  limits = Limits(step_seconds=0.01 if does is hang else 60)
+  assert refused(Player(([2], "stop")), Odd(does), limits=limits) == kind
+
+
+@pytest.mark.parametrize(
+  ("observation", "kind"),
+  [
+    ([], "observation_empty"),
+    (np.ones(100_000, np.int32), "observation_too_long"),
+    (np.array([0.5]), "observation_not_ids"),
+    (np.array([[3]]), "observation_not_ids"),
+    (np.array([-1]), "observation_not_ids"),
+  ],
+)
+def test_an_observation_that_cannot_be_used_has_a_name(observation, kind):
+  async def does():
+    return Step(observation=np.asarray(observation), reward=0.0, end=False)
+
+  limits = Limits(observation_tokens=99_999)
+  player = Player(([2], "stop"), ([2], "stop"))
+  assert refused(player, Odd(does), limits=limits) == kind
+  assert len(player.requests) == 1
+
+
+def test_an_observation_at_the_limit_and_an_allowed_empty_one_are_taken():
+  script = Script([1], ([8, 8], 0, False), ([], 0, False), ([], 1, True))
+  player = Player(*[([2], "stop")] * 3)
+  limits = Limits(observation_tokens=2, empty_observations=True)
+  t = play(player, script, limits=limits)
+  assert t.tokens.tolist() == [1, 2, 8, 8, 2, 2]
+
+
+def test_what_an_environment_counts_is_summed_over_its_turns():
+  class Counting(Script):
+    async def step(self, action, stop_reason):
+      step = await super().step(action, stop_reason)
+      return dataclasses.replace(step, metrics={"calls": 1.0, "errors": 0.0})
+
+  script = Counting([1], ([8], 0.0, False), ([], 1.0, True))
+  t = play(Player(([2], "stop"), ([2], "stop")), script)
+  assert t.metrics == {"calls": 2.0, "errors": 0.0}
+
+
+@pytest.mark.parametrize("field", ["step_seconds", "observation_tokens"])
+def test_limits_that_let_nothing_through_are_refused(field):
+  with pytest.raises(ValueError, match=rf"limits.{field} is 0; it must be > 0"):
+    Limits(**{field: 0})

@@ -1,4 +1,5 @@
 import asyncio
+import dataclasses
 
 import numpy as np
 import pytest
@@ -40,7 +41,7 @@ class Judge:
     return Step(observation=nothing, reward=float(action[0] in right), end=True)
 
 
-def run(generator):
+def run(generator, judge=Judge):
   right = [{1, 2}, {1}, {2}, {1, 2}]
   prompts = [
     Prompt(index=i, tokens=np.array([5], np.int32), metadata={"right": answers})
@@ -49,7 +50,7 @@ def run(generator):
   return asyncio.run(
     evaluate.evaluate(
       generator,
-      Judge,
+      judge,
       prompts,
       sampling=Sampling(temperature=0.8),
       seed=7,
@@ -65,6 +66,16 @@ def test_H25_an_episode_that_crashed_counts_as_wrong_and_is_reported():
     "heldout_greedy": 0.5,
     "heldout_failed": 2.0,
   }
+
+
+def test_what_environments_counted_is_reported_of_the_sampled_episodes():
+  class Counting(Judge):
+    async def step(self, action, stop_reason):
+      step = await super().step(action, stop_reason)
+      return dataclasses.replace(step, metrics={"calls": float(action[0])})
+
+  row = run(Scripted(), Counting)
+  assert row["heldout_env_calls"] == 1.0
 
 
 def test_evaluation_shares_no_sampling_key_with_training():

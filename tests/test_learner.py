@@ -164,6 +164,27 @@ def test_moments_in_bfloat16_take_half_the_memory_and_train_alike(trained):
   assert 0 < difference(state.params, expected) < 0.02 * moved
 
 
+@pytest.mark.parametrize("fsdp", [1, 2])
+def test_moments_in_their_hosts_memory_train_alike(fsdp, trained):
+  settings = dataclasses.replace(SETTINGS, moments="host")
+  it, state = make(settings, shape=sharding.MeshShape(fsdp=fsdp))
+
+  def kinds():
+    moments = {
+      leaf.sharding.memory_kind
+      for leaf in jax.tree.leaves(state.optimizer)
+      if leaf.ndim
+    }
+    return moments, {
+      leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.params)
+    }
+
+  assert kinds() == ({"pinned_host"}, {"device"})
+  state, _ = it.train(state, make_batch())
+  assert kinds() == ({"pinned_host"}, {"device"})
+  assert difference(state.params, trained[1]) < 1e-5
+
+
 def test_padding_rows_change_nothing(trained):
   batch = make_batch()
   empty = {

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -28,11 +29,13 @@ from rl_tpu import (
   evaluate,
   metrics,
   parts,
+  processes,
   schedules,
   sft,
   train,
 )
 from rl_tpu.config import ConfigError
+from rl_tpu.envs import Step
 from rl_tpu.generation import driver
 from rl_tpu.view import View
 
@@ -357,7 +360,12 @@ def test_a_resumed_run_goes_on_from_the_tokens_of_unfinished_episodes(
   train.run(cut, Quiet())
   assert sum(had) > 0
   assert_each_prompt_once(cut)
-  assert equal(weights_of(cut), weights_of(whole))
+  # Keys and values of recorded tokens come from a prefill: other roundings.
+  jax.tree.map(
+    lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5),
+    weights_of(cut),
+    weights_of(whole),
+  )
 
 
 def test_a_run_cut_in_its_last_evaluation_trains_no_batch_again(
@@ -539,6 +547,26 @@ def test_an_environment_that_blocks_its_thread_cannot_hold_up_an_error(
     released.set()
 
 
+def test_failed_groups_are_in_the_log_by_kind(base, monkeypatch):
+  async def step(self, action, stop_reason):
+    if self.prompt.index == 1:
+      raise OSError("no judge for this one")
+    return Step(
+      observation=np.zeros(0, np.int32),
+      reward=float("nan") if self.prompt.index == 2 else 1.0,
+      end=True,
+      metrics={"calls": 3.0},
+    )
+
+  monkeypatch.setattr(tiny_run.OddFirst, "step", step)
+  config = tiny_run.get_config(fresh(base), batches=2)
+  train.run(config, Quiet())
+  row = metrics.read_csv(config.run_directory / "metrics.csv")[-2]
+  assert row["failed_groups"] == 2
+  assert (row["failed_raised"], row["failed_reward_not_finite"]) == (1, 1)
+  assert row["env_calls"] == 3
+
+
 @pytest.mark.parametrize("schedule", ["sync", "async"])
 def test_no_thread_outlives_a_run(base, schedule):
   before = set(threading.enumerate())
@@ -553,7 +581,8 @@ def test_an_interrupted_command_says_so_by_its_exit_code(monkeypatch, capsys):
   def interrupted(config):
     raise KeyboardInterrupt
 
-  monkeypatch.setattr(command_line, "_read_config", lambda arguments: None)
+  alone = SimpleNamespace(distributed=processes.Config())
+  monkeypatch.setattr(command_line, "_read_config", lambda arguments: alone)
   monkeypatch.setattr(command_line, "_prepare_jax", lambda config: None)
   monkeypatch.setitem(command_line.COMMANDS, "train", interrupted)
   assert command_line.main(["rl_tpu", "train"]) == 130

@@ -38,9 +38,9 @@ MODEL_FIELDS = tuple(f.name for f in dataclasses.fields(transformer.Config))
 
 
 def make_model(sizes: dict) -> transformer.Config:
-  """The decoder that peers have too."""
+  """The decoder that peers have too; its layers are unrolled, as theirs are."""
   named = {name: sizes[name] for name in MODEL_FIELDS if name in sizes}
-  return transformer.Config(**named)
+  return transformer.Config(**named | {"unroll": sizes["num_layers"]})
 
 
 def trajectories(

@@ -9,19 +9,27 @@ what was sampled is stored as it was sampled and never re-encoded.
 
 A file of this package offers `Config` (a frozen dataclass) and
 `Task(config, tokenizer)`. A new task is one file and its test.
+
+What an environment raises, or does beyond `Limits`, is an error and never a
+reward: the group is dropped and counted by the kind of its `EpisodeError`.
+Environments that speak text derive from `TextEnvironment`: it decodes an action
+once, to judge it, and encodes an observation once; ids that were sampled are
+never made from text.
 """
 
+import abc
 import dataclasses
+import hashlib
 import importlib
 import pkgutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from rl_tpu.models.tokenizer import Tokenizer
-from rl_tpu.types import Prompt, StopReason
+from rl_tpu.models.tokenizer import Tokenizer, encode_chat, encode_prompt
+from rl_tpu.types import EpisodeError, Prompt, StopReason
 
 Split = Literal["train", "heldout"]
 SPLITS: tuple[Split, ...] = ("train", "heldout")
@@ -37,6 +45,28 @@ class Step:
   """For this action; it lies on the action's last token."""
   end: bool
   """Whether the episode is over."""
+  metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  """What to count, summed over the turns; the log has the mean over a batch's
+  trajectories as env_NAME."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+  """What is taken from an environment; beyond it, the episode has failed."""
+
+  step_seconds: float = 600.0
+  """Longest wait for one answer of an environment, > 0; infinite is no limit.
+  It must not block its thread: other episodes live on it too."""
+  observation_tokens: int = 32_768
+  """Most tokens of one observation, the prompt included, >= 1."""
+  empty_observations: bool = False
+  """Whether an environment may say nothing and let the policy go on."""
+
+  def __post_init__(self):
+    for name in ("step_seconds", "observation_tokens"):
+      value = getattr(self, name)
+      if not value > 0:  # NaN is not
+        raise ValueError(f"limits.{name} is {value!r}; it must be > 0")
 
 
 class Environment(Protocol):
@@ -87,7 +117,11 @@ class Task(Protocol):
     ...
 
   def environment(self, prompt: Prompt) -> Environment:
-    """Starts an attempt at a prompt which this task made."""
+    """Starts an attempt at a prompt which this task made.
+
+    A task whose members need each other defines `group(prompt, size)` too; see
+    `group`.
+    """
     ...
 
   def demonstration(
@@ -99,6 +133,113 @@ class Task(Protocol):
     knows the task, yet leaves room that reinforcement learning can close.
     """
     ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reply:
+  """What a text environment answers to one action."""
+
+  text: str = ""
+  """What it says next; empty when `end`."""
+  reward: float = 0.0
+  """For this action."""
+  end: bool = False
+  """Whether the episode is over."""
+  metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  """What to count; see `Step`."""
+
+
+class TextEnvironment(abc.ABC):
+  """One attempt at one prompt by an environment that reads and writes text.
+
+  A turn that the budget cut ends the episode: it may be half a call or half an
+  answer. What it is worth is `cut`.
+  """
+
+  def __init__(self, tokenizer: Tokenizer, prompt: Prompt):
+    self.prompt = prompt
+    self._tokenizer = tokenizer
+    self._over = False
+
+  @abc.abstractmethod
+  async def answer(self, text: str) -> Reply:
+    """Answers the text of one action, which the policy ended itself."""
+
+  def cut(self) -> Reply:
+    """Answers an action that the budget cut."""
+    return Reply(end=True)
+
+  async def reset(self) -> np.ndarray:
+    """Returns the prompt, i32[P]."""
+    return self.prompt.tokens
+
+  async def step(self, action: np.ndarray, stop_reason: StopReason) -> Step:
+    """Decodes the action, answers, encodes the observation."""
+    if self._over:
+      raise RuntimeError(
+        f"The episode of prompt {self.prompt.index} is over; an environment "
+        "serves one attempt"
+      )
+    if stop_reason == "stop":
+      reply = await self.answer(self._tokenizer.decode(action[:-1]))
+    else:
+      reply = self.cut()
+    self._over = reply.end
+    observation = np.zeros(0, np.int32)
+    if not reply.end:
+      observation = encode_observation(self._tokenizer, reply.text)
+    return Step(
+      observation=observation,
+      reward=reply.reward,
+      end=reply.end,
+      metrics=reply.metrics,
+    )
+
+
+def encode_observation(tokenizer: Tokenizer, text: str) -> np.ndarray:
+  """Returns i32[m]; raises EpisodeError for what is no Unicode text."""
+  try:
+    text.encode("utf-8")
+  except UnicodeEncodeError as error:
+    raise EpisodeError(
+      "observation_not_text", f"an observation has no UTF-8: {error}"
+    ) from error
+  return tokenizer.encode(text)
+
+
+def encode_question(tokenizer: Tokenizer, text: str, chat: bool) -> np.ndarray:
+  """Returns i32[P]: the text itself, or as a user's message in a chat."""
+  if chat:
+    return encode_chat(tokenizer, [{"role": "user", "content": text}])
+  return encode_prompt(tokenizer, text)
+
+
+def held_out(text: str, fraction: float) -> bool:
+  """Whether a question is held out: by its hash, the same in every process."""
+  digest = hashlib.sha256(text.encode("utf-8")).digest()
+  return int.from_bytes(digest[:6], "big") / 2**48 < fraction
+
+
+def group(task: Task, prompt: Prompt, size: int) -> Sequence[Environment]:
+  """Returns the environments of a group's `size` attempts at one prompt.
+
+  They know nothing of each other, unless the task has a method
+  `group(prompt, size)` that builds them together: to compare their answers, or
+  to share what is costly to set up.
+
+  Raises:
+    ValueError: the task builds another number of them.
+  """
+  build = getattr(task, "group", None)
+  if build is None:
+    return [task.environment(prompt) for _ in range(size)]
+  members = build(prompt, size)
+  if len(members) != size:
+    raise ValueError(
+      f"{task.name}.group built {len(members)} environments; it must build "
+      f"{size}"
+    )
+  return members
 
 
 def names() -> tuple[str, ...]:

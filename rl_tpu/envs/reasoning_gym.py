@@ -12,7 +12,6 @@ stay so in every process and for every size.
 
 import dataclasses
 import functools
-import hashlib
 import importlib.metadata
 import json
 from collections.abc import Iterator, Mapping
@@ -20,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from rl_tpu.envs import SPLITS, Split, Step
+from rl_tpu.envs import SPLITS, Reply, Split, TextEnvironment, held_out
 from rl_tpu.models.tokenizer import Tokenizer, encode_prompt
-from rl_tpu.types import Prompt, StopReason
+from rl_tpu.types import Prompt
 
 _RUNS_CODE = (
   "its scorer runs the answer as Python code, so a sampled answer could do "
@@ -136,7 +135,7 @@ class Task:
     for index in range(self.config.size):
       entry = self._dataset[index]
       text = self._render(entry)
-      heldout = _hash_fraction(text) < self.config.heldout_fraction
+      heldout = held_out(text, self.config.heldout_fraction)
       if text not in seen and heldout == (split == "heldout"):
         seen.add(text)
         answer = entry["answer"]
@@ -219,31 +218,16 @@ class Task:
     return text.replace(" ", "") if self.config.remove_spaces else text
 
 
-class SingleTurn:
-  """One question, one answer, used once."""
+class SingleTurn(TextEnvironment):
+  """One question, one answer; one that the budget cut is worth 0."""
 
   def __init__(self, task: Task, prompt: Prompt):
+    super().__init__(task.tokenizer, prompt)
     self._task = task
-    self._prompt = prompt
-    self._answered = False
 
-  async def reset(self) -> np.ndarray:
-    """Returns the question, i32[P]."""
-    return self._prompt.tokens
-
-  async def step(self, action: np.ndarray, stop_reason: StopReason) -> Step:
-    """Judges the answer; one that the budget cut is worth 0."""
-    if self._answered:
-      raise RuntimeError(
-        f"Prompt {self._prompt.index} was answered; an environment serves one "
-        "attempt"
-      )
-    self._answered = True
-    reward = 0.0
-    if stop_reason == "stop":
-      answer = self._task.tokenizer.decode(action[:-1])
-      reward = self._task.score(self._prompt.metadata, answer)
-    return Step(observation=np.zeros(0, np.int32), reward=reward, end=True)
+  async def answer(self, text: str) -> Reply:
+    """Judges the answer."""
+    return Reply(reward=self._task.score(self.prompt.metadata, text), end=True)
 
 
 def _create(config: Config):
@@ -269,12 +253,6 @@ def _create(config: Config):
       f"Config.generator_config {dict(config.generator_config)!r} does not "
       f"fit {config.generator}: {error}"
     ) from error
-
-
-def _hash_fraction(text: str) -> float:
-  """Maps a text to [0, 1), the same in every process."""
-  digest = hashlib.sha256(text.encode("utf-8")).digest()
-  return int.from_bytes(digest[:6], "big") / 2**48
 
 
 def _scramble(answer: str, rng: np.random.Generator) -> str:

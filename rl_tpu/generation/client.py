@@ -10,7 +10,7 @@ sample depends on weights and identity only.
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 import grpc
@@ -33,8 +33,12 @@ _ERRORS: dict[str, type[Exception]] = {
   "INVALID_ARGUMENT": ValueError,
   "RESOURCE_EXHAUSTED": OverloadedError,
   "UNAUTHENTICATED": PermissionError,
+  "DEADLINE_EXCEEDED": TimeoutError,
 }
 """What a status becomes; the others are RuntimeError."""
+
+_ANSWER_SECONDS = 10.0
+"""For a server to say that a pull took too long."""
 
 _Receive = Callable[[Chunk | Exception], None]
 
@@ -163,6 +167,43 @@ class GenerationClient:
       "UpdateWeights", path=str(path), version=int(version), life=life
     )
 
+  async def pull(
+    self,
+    version: int,
+    addresses: Sequence[str],
+    life: str = "",
+    timeout_seconds: float = 300.0,
+  ) -> dict[str, Any]:
+    """Serves weights that the server pulls from a trainer's processes.
+
+    As `update`. A server that this life gave the version or a newer one pulls
+    nothing; one that comes too late for it takes the trainer's newest.
+
+    Args:
+      version: the least wanted.
+      addresses: of all processes of the trainer, as `Publisher.address`.
+      life: whose versions these are.
+      timeout_seconds: for the pull.
+
+    Returns:
+      `version` that is served from now on, `bytes` and `seconds` of the pull.
+
+    Raises:
+      ValueError: the weights do not fit, are corrupted, or are not finite.
+      TimeoutError: a trainer process, a tensor or the server did not come in
+        time.
+      PermissionError: the token is missing or wrong.
+      RuntimeError: a trainer process is gone.
+    """
+    return await self._call(
+      "PullWeights",
+      timeout_seconds + _ANSWER_SECONDS,
+      version=int(version),
+      addresses=list(addresses),
+      life=life,
+      timeout_seconds=float(timeout_seconds),
+    )
+
   async def pause(self) -> None:
     """Stops generating after the dispatch that is running."""
     await self._call("Pause")
@@ -185,10 +226,16 @@ class GenerationClient:
         return False
       raise _translated(error, self.address) from error
 
-  async def _call(self, name: str, **fields: Any) -> dict[str, Any]:
+  async def _call(
+    self, name: str, timeout_seconds: float | None = None, /, **fields: Any
+  ) -> dict[str, Any]:
     call = self._method("unary_unary", server.SERVICE, name)
     try:
-      data = await call(wire.pack_map(**fields), metadata=self._metadata)
+      data = await call(
+        wire.pack_map(**fields),
+        metadata=self._metadata,
+        timeout=timeout_seconds,
+      )
     except grpc.aio.AioRpcError as error:
       raise _translated(error, self.address) from error
     answer = wire.unpack_map(data)

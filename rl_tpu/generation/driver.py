@@ -304,14 +304,14 @@ class GenerationDriver(orchestrator.Driver):
       self._changed.notify_all()
 
   def warm_up(self) -> None:
-    """Compiles every program; to be called after the first `update`.
+    """Compiles every program; without weights, with zeros in their place.
 
     Raises:
-      RuntimeError: there are no weights, or the loop runs already.
+      RuntimeError: the loop runs already.
     """
-    weights = self._pending or self._weights
-    if weights is None or self._thread is not None:
-      raise RuntimeError("warm_up belongs between the first update and start")
+    if self._thread is not None:
+      raise RuntimeError("warm_up belongs before start")
+    weights = self._pending or self._weights or self.engine.zeros()
     self._state = self.engine.warm_up(weights, self._state)
 
   def start(self) -> None:

@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
@@ -304,6 +305,17 @@ class PolicyEngine(engine_api.Engine):
     """Copies the policy's weights to this engine's mesh, as it serves them."""
     moved = sharding.reshard(params, self.policy.param_shardings(self._mesh))
     return self.serve(VersionedParams(version=version, params=moved))
+
+  def zeros(self) -> VersionedParams:
+    """Weights that compute nothing, as this engine holds them."""
+    where = jax.tree.map(lambda like: like.sharding, self._weights)
+    make = jax.jit(
+      lambda: jax.tree.map(
+        lambda like: jnp.zeros(like.shape, like.dtype), self._weights
+      ),
+      out_shardings=where,
+    )
+    return VersionedParams(version=0, params=make())
 
   def init_decode_state(self) -> DecodeState:
     """A decode state with every slot free."""

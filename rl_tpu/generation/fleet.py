@@ -21,7 +21,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-from rl_tpu.generation import roster, routing, server, wire
+from rl_tpu.generation import roster, routing, server, timeline, wire
 from rl_tpu.generation.client import GenerationClient
 from rl_tpu.generation.roster import Config
 from rl_tpu.generation.timeline import FleetCounters
@@ -78,8 +78,13 @@ class Fleet:
       clock: in seconds.
 
     Raises:
-      ValueError: a secret is not there, or not fit for its use.
+      ValueError: no generator is named; or a secret is not there, or not fit
+        for its use.
     """
+    if not config.names_any:
+      raise ValueError(
+        "addresses is (); it must name a generator, or addresses_file a file"
+      )
     self.failure: BaseException | None = None
     self._config = config
     self._life = life
@@ -95,6 +100,7 @@ class Fleet:
     self._published: tuple[int, Offer] | None = None
     self._told: int | None = None
     self._sums = FleetCounters()
+    self._events = timeline.Events()
     self._waiting: collections.deque[tuple[Request, asyncio.Future[_Place]]] = (
       collections.deque()
     )
@@ -291,7 +297,7 @@ class Fleet:
       async with asyncio.timeout(self._config.update_seconds):
         await offer(link.client)
         await self._ask(link)
-      if member.version != version:
+      if member.version is None or member.version < version:
         raise RuntimeError(
           f"it said that it took version {version}, but has {member.version}"
         )
@@ -303,7 +309,9 @@ class Fleet:
       )
     else:
       self._sums.publishes += 1
-      self._sums.publish_seconds[member.address] = self._clock() - began
+      ended = self._clock()
+      self._sums.publish_seconds[member.address] = ended - began
+      self._events.append((began, ended, "weights"))
       self._router.took(member)
 
   # Health.
@@ -412,6 +420,10 @@ class Fleet:
       openings=self._router.openings,
       publish_seconds=dict(self._sums.publish_seconds),
     )
+
+  def take_events(self) -> list[timeline.Event]:
+    """When generators took weights, since the last call; the rest is theirs."""
+    return self._events.take()
 
   def status(self) -> dict[str, Any]:
     """For logs: versions, what waits, and each generator's standing."""

@@ -44,17 +44,22 @@ def load(
   path = pathlib.Path(directory).absolute()
   if not path.is_dir():
     raise FileNotFoundError(f"{path} is not there: no weights to load")
-  policy = engine.policy
-  abstract = sharding.placed(
-    policy.abstract_params(), policy.param_shardings(engine.mesh)
-  )
+  like = abstract(engine)
   if (path / "state").is_dir():
-    params = _restore(path / "state", {"params": abstract})["params"]
+    params = _restore(path / "state", {"params": like})["params"]
   else:
-    params = _restore(path, abstract)
+    params = _restore(path, like)
   if not _all_finite(params):
     raise ValueError(f"the weights in {path} are not all finite")
   return engine.serve(VersionedParams(version=version, params=params))
+
+
+def abstract(engine: PolicyEngine) -> Any:
+  """The policy's weights as they arrive on the engine's mesh."""
+  policy = engine.policy
+  return sharding.placed(
+    policy.abstract_params(), policy.param_shardings(engine.mesh)
+  )
 
 
 @contextlib.contextmanager

@@ -42,10 +42,6 @@ class Config(routing.Limits):
 
   def __post_init__(self):
     super().__post_init__()
-    if not (self.addresses or self.addresses_file):
-      raise ValueError(
-        "addresses is (); it must name a generator, or addresses_file a file"
-      )
     for address in self.addresses:
       _check_address("addresses", address)
     if len(set(self.addresses)) < len(self.addresses):
@@ -60,6 +56,11 @@ class Config(routing.Limits):
         f"tls_certificate, tls_key and tls_server_ca are {self.tls_files}; "
         "they must be all set or all left out"
       )
+
+  @property
+  def names_any(self) -> bool:
+    """Whether there are generators, or will be."""
+    return bool(self.addresses or self.addresses_file)
 
   @property
   def tls_files(self) -> tuple[str | None, str | None, str | None]:

@@ -10,7 +10,8 @@ processor time.) The server adds no queue of requests to the driver's:
   its requests are withdrawn and its call ends with RESOURCE_EXHAUSTED;
 - a client that is gone frees its slots at the next dispatch.
 
-`UpdateWeights`, `Pause` and `Resume` change what others get: they need the
+`UpdateWeights` (from storage), `PullWeights` (from the trainer's devices, see
+`transfer`), `Pause` and `Resume` change what others get: they need the
 admin token if there is one, and beyond this machine there must be one, or
 client certificates. `Status`, gRPC's own health protocol and JetStream's
 `Decode` and `HealthCheck` are for everyone who reaches the port.
@@ -18,23 +19,17 @@ client certificates. `Status`, gRPC's own health protocol and JetStream's
 
 import asyncio
 import dataclasses
-import hmac
 import ipaddress
 import os
 import pathlib
 import time
-from collections.abc import (
-  AsyncIterator,
-  Awaitable,
-  Callable,
-  Iterable,
-  Mapping,
-)
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any, Literal
 
 import grpc
 import grpc.aio
 
+from rl_tpu import messages
 from rl_tpu.generation import policies, wire
 from rl_tpu.generation.connection import (
   Admission,
@@ -44,6 +39,7 @@ from rl_tpu.generation.connection import (
 )
 from rl_tpu.generation.driver import GenerationDriver
 from rl_tpu.generation.jetstream import jetstream_pb2_grpc, orchestrator
+from rl_tpu.generation.pulling import Intake
 
 SERVICE = "rl_tpu.Generation"
 HEALTH = "grpc.health.v1.Health"
@@ -107,6 +103,10 @@ class Config:
   max_unsent_bytes: int | None = None
   """Answers that may wait for one client to read them; None: twice what all
   slots can hold, in chunks of one token."""
+  weights: Literal["newest", "awaited"] = "newest"
+  """What it serves first: `newest`, the run's newest checkpoint or else what
+  training would start from; `awaited`, nothing until a trainer brings its
+  weights, which is for the generators of a run (`config.remote`)."""
   grace_seconds: float = 30.0
   """For requests to end after SIGTERM, >= 0; the rest then fail."""
 
@@ -114,6 +114,11 @@ class Config:
     for name, good, allowed in (
       ("port", 0 <= self.port < 2**16, "in [0, 65535]"),
       ("http_port", 0 <= (self.http_port or 0) < 2**16, "in [0, 65535]"),
+      (
+        "weights",
+        self.weights in ("newest", "awaited"),
+        "'newest' or 'awaited'",
+      ),
       ("max_requests", self.max_requests >= 1, ">= 1"),
       ("max_message_bytes", self.max_message_bytes >= 1024, ">= 1024"),
       ("grace_seconds", self.grace_seconds >= 0, ">= 0"),
@@ -235,6 +240,7 @@ class GenerationServer:
     self._paused = False
     self._began = time.monotonic()
     self._loading = asyncio.Lock()
+    self._intake = Intake(driver, token)
     self._connections: set[Connection] = set()
     most = ("grpc.max_receive_message_length", config.max_message_bytes)
     self._server = grpc.aio.server(options=[*OPTIONS, most])
@@ -242,6 +248,7 @@ class GenerationServer:
     ours = {
       "Generate": grpc.stream_stream_rpc_method_handler(self._generate),
       "UpdateWeights": unary(self._admin(self._update_weights)),
+      "PullWeights": unary(self._admin(self._pull_weights)),
       "Pause": unary(self._admin(self._pause)),
       "Resume": unary(self._admin(self._resume)),
       "Status": unary(self._status),
@@ -327,7 +334,7 @@ class GenerationServer:
 
     async def checked(data: bytes, context: grpc.aio.ServicerContext) -> bytes:
       try:
-        self._check_token(context.invocation_metadata() or ())
+        self._check_token(context)
         return await call(data)
       except wire.WireError as error:
         refused = Refused("INVALID_ARGUMENT", str(error))
@@ -337,12 +344,9 @@ class GenerationServer:
 
     return checked
 
-  def _check_token(self, metadata: Iterable[tuple[str, str | bytes]]) -> None:
-    if self._token is None:
-      return
-    given = dict(metadata).get("authorization", "")
-    given = given if isinstance(given, bytes) else given.encode()
-    if not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
+  def _check_token(self, context: grpc.aio.ServicerContext) -> None:
+    metadata = context.invocation_metadata() or ()
+    if not messages.authorized(metadata, self._token):
       raise Refused(
         "UNAUTHENTICATED",
         "admin calls need the metadata 'authorization: Bearer TOKEN'",
@@ -363,6 +367,25 @@ class GenerationServer:
       except RuntimeError as error:
         raise Refused("INTERNAL", str(error)) from error
     return wire.pack_map()
+
+  async def _pull_weights(self, data: bytes) -> bytes:
+    kinds = {"version": int, "addresses": list, "life": str}
+    fields = wire.unpack_map(data, **kinds, timeout_seconds=float)
+    wire.check_integers("version", [fields["version"]], 0, 2**31)
+    addresses = fields["addresses"]
+    if not addresses or any(type(one) is not str for one in addresses):
+      raise wire.WireError(
+        f"addresses is {addresses!r} in a message; it must hold host:port"
+      )
+    async with self._loading:
+      return wire.pack_map(
+        **await self._intake.pull(
+          addresses,
+          fields["version"],
+          fields["life"],
+          fields["timeout_seconds"],
+        )
+      )
 
   async def _pause(self, data: bytes) -> bytes:
     wire.unpack_map(data)
@@ -396,6 +419,7 @@ class GenerationServer:
       healthy=self._healthy,
       paused=self._paused,
       draining=self.admission.ended,
+      pulled=self._intake.counters(),
       uptime_seconds=time.monotonic() - self._began,
       counters=dataclasses.asdict(driver.counters()),
     )

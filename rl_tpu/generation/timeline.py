@@ -17,6 +17,21 @@ _MOST_EVENTS = 100_000
 """Events kept while nobody takes them; the oldest are dropped."""
 
 
+class Events:
+  """Intervals that one thread adds and another takes."""
+
+  def __init__(self):
+    self._events = collections.deque[Event](maxlen=_MOST_EVENTS)
+
+  def append(self, event: Event) -> None:
+    """Adds one."""
+    self._events.append(event)
+
+  def take(self) -> list[Event]:
+    """Those since the last call, oldest first."""
+    return [self._events.popleft() for _ in range(len(self._events))]
+
+
 @dataclasses.dataclass(kw_only=True)
 class Counters:
   """Sums since the generator was made."""
@@ -79,7 +94,7 @@ class Timeline:
     self.sums = Counters()
     self._clock = clock
     self._began = self._busy_until = clock()
-    self._events = collections.deque[Event](maxlen=_MOST_EVENTS)
+    self._events = Events()
 
   @contextlib.contextmanager
   def during(self, kind: Kind) -> Iterator[None]:
@@ -108,4 +123,4 @@ class Timeline:
 
   def take_events(self) -> list[Event]:
     """The events since the last call, oldest first."""
-    return [self._events.popleft() for _ in range(len(self._events))]
+    return self._events.take()

@@ -22,10 +22,14 @@ from typing import Any, cast
 import msgpack
 import numpy as np
 
+from rl_tpu.messages import (
+  WireError,
+  check_fields,
+  check_integers,
+  pack_map,
+  unpack_map,
+)
 from rl_tpu.types import STOP_REASONS, Chunk, Completion, Request, Sampling
-
-VERSION = 1
-"""Of this format; both ends must speak the same one."""
 
 CHUNK_BYTES = 32
 """What a chunk takes beside its tokens, about."""
@@ -45,10 +49,6 @@ _SAMPLING = {
 }
 _LARGEST = 2**30
 """Integers that end up as int32 on a device leave room for a sum of two."""
-
-
-class WireError(ValueError):
-  """A message that does not follow the format; says where."""
 
 
 class OverloadedError(RuntimeError):
@@ -85,69 +85,6 @@ class Opening:
       **{**self.sampling, "stop_ids": tuple(self.sampling["stop_ids"])}
     )
     return Request(tokens=self.tokens, sampling=sampling, **self.identity)
-
-
-def pack_map(**fields: Any) -> bytes:
-  """A message with named fields and the format's version."""
-  return cast(bytes, msgpack.packb({"v": VERSION, **fields}))
-
-
-def unpack_map(data: bytes, **kinds: type) -> dict[str, Any]:
-  """The fields of a message.
-
-  Args:
-    data: the message.
-    **kinds: fields that must be there, and their types.
-
-  Raises:
-    WireError: it is not such a message.
-  """
-  try:
-    message = msgpack.unpackb(data)
-  except ValueError as error:
-    raise WireError(f"a message is not msgpack: {error}") from error
-  if not isinstance(message, dict):
-    raise WireError(f"a message is {_kind(message)}; it must be a map")
-  if message.get("v") != VERSION:
-    raise WireError(
-      f"a message has format version {message.get('v')!r}; it must be {VERSION}"
-    )
-  return _fields(message, kinds)
-
-
-def _kind(value: Any) -> str:
-  return type(value).__name__
-
-
-def _fields(message: Any, kinds: Mapping[str, type]) -> dict[str, Any]:
-  """The named fields, each of its type."""
-  if not isinstance(message, dict):
-    raise WireError(f"a field is {_kind(message)}; it must be a map")
-  for name, kind in kinds.items():
-    value = message.get(name)
-    if kind is float and type(value) is int:
-      message[name] = value = float(value)
-    if type(value) is not kind:
-      raise WireError(
-        f"{name} is {_kind(value)} in a message; it must be {kind.__name__}"
-      )
-  return message
-
-
-def check_integers(
-  name: str, values: Sequence[Any], least: int, end: int
-) -> None:
-  """Refuses what is no integer in [least, end).
-
-  Raises:
-    WireError: names the field, the value and what is allowed.
-  """
-  for value in values:
-    if type(value) is not int or not least <= value < end:
-      raise WireError(
-        f"{name} has {value!r} in a message; "
-        f"it must be an integer in [{least}, {end})"
-      )
 
 
 def _array(name: str, data: Any, dtype: str) -> np.ndarray:
@@ -193,16 +130,16 @@ def unpack_requests(data: bytes) -> tuple[list[Opening], list[int]]:
 
 def _opening(data: Any) -> Opening:
   if not isinstance(data, bytes):
-    raise WireError(f"a request is {_kind(data)}; it must be bytes")
+    raise WireError(f"a request is {type(data).__name__}; it must be bytes")
   try:
     message = msgpack.unpackb(data)
   except ValueError as error:
     raise WireError(f"a request is not msgpack: {error}") from error
   whole = dict.fromkeys(("id", *_IDENTITY), int)
-  _fields(message, {**whole, "streams": bool, "tokens": bytes})
+  check_fields(message, {**whole, "streams": bool, "tokens": bytes})
   check_integers("id", [message["id"]], 0, 2**63)
   given = message.get("sampling")
-  sampling = _fields(given, _SAMPLING)
+  sampling = check_fields(given, _SAMPLING)
   if set(sampling) != set(_SAMPLING):
     raise WireError(f"sampling has {sorted(sampling)} in a message")
   check_integers("stop_ids", sampling["stop_ids"], 0, _LARGEST)
@@ -358,7 +295,7 @@ def _chunks(message: dict[str, Any]) -> list[tuple[int, Chunk]]:
   topk_ids, topk_logp = _heads(message, len(tokens))
   stops = np.cumsum(counts)
   alike = len({len(ids), len(counts), len(versions), len(ends)}) == 1
-  whole = len(ids) and counts.min() > 0 and stops[-1] == len(tokens)
+  whole = len(counts) and counts.min() > 0 and stops[-1] == len(tokens)
   if not (alike and whole and len(logp) == len(tokens)):
     raise WireError("the arrays of a message do not fit each other")
   if ends.max() >= len(_REASONS):

@@ -59,8 +59,34 @@ def packed(
     return splash_packed(q, k, v, trajectory_ids)
   causal = jnp.tril(jnp.ones((length, length), bool))
   same = trajectory_ids[:, :, None] == trajectory_ids[:, None, :]
-  mask = (causal & same)[:, None]
-  return jax.nn.dot_product_attention(q, k, v, mask=mask)
+  return _grouped(q, k, v, causal & same)
+
+
+def _grouped(
+  q: Float[Array, "R T H h"],
+  k: Float[Array, "R S K h"],
+  v: Float[Array, "R S K h"],
+  mask: Bool[Array, "R T S"],
+) -> Float[Array, "R T H h"]:
+  """Attention where the mask allows; each token must see one at least.
+
+  All queries that share a head of keys and values are one matrix, so that no
+  product, forward or backward, has to transpose a copy of the scores.
+  """
+  rows, length, heads, size = q.shape
+  kv_heads, groups = k.shape[2], heads // k.shape[2]
+  q = (q * (1 / math.sqrt(size))).reshape(rows, length, kv_heads, groups, size)
+  q = q.transpose(0, 2, 3, 1, 4).reshape(rows, kv_heads, -1, size)
+  k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+  scores = jnp.einsum(
+    "rkqh,rksh->rkqs", q, k, preferred_element_type=jnp.float32
+  ).reshape(rows, kv_heads, groups, length, -1)
+  scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
+  weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+  weights = weights.reshape(rows, kv_heads, groups * length, -1)
+  mixed = jnp.einsum("rkqs,rksh->rkqh", weights, v)
+  mixed = mixed.reshape(rows, kv_heads, groups, length, size)
+  return mixed.transpose(0, 3, 1, 2, 4).reshape(rows, length, heads, size)
 
 
 def splash_packed(q, k, v, trajectory_ids, interpret=False):

@@ -112,9 +112,11 @@ def rotary(
     sin, cos = sin * scaling.attention_factor, cos * scaling.attention_factor
   if sharding.on_tpu():
     return _turned_by_product(x, sin, cos)
-  first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-  turned = (first * cos - second * sin, second * cos + first * sin)
-  return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+  # Halves are reversed, not joined: a CPU joins an element at a time.
+  halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, half)
+  signed = jnp.array([-1.0, 1.0])[:, None] * sin[..., None, :]
+  turned = halves * cos[..., None, :] + jnp.flip(halves, -2) * signed
+  return turned.reshape(x.shape).astype(x.dtype)
 
 
 def _turned_by_product(x, sin, cos):

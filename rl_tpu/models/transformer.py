@@ -84,6 +84,10 @@ class Config:
   """What the backward pass of a layer computes again: nothing, all but products
   with weights, sums of norms and attention's kernel, or all; each holds less
   memory than the one before."""
+  unroll: int = 1
+  """Layers that a step of the scan over them computes, >= 1; from num_layers on
+  there is no loop. Saves CPUs from moving activations into stacks and out of
+  them again, for a compile time that grows with it."""
 
   def __post_init__(self):
     for field in dataclasses.fields(self):
@@ -490,23 +494,39 @@ class Policy:
       ValueError: the rows do not divide over the mesh in force.
     """
     sharding.check_even("a packed batch", tokens.shape[0], "rows")
+    rows = tokens.shape
+    # On one device tokens pass the layers as one list: products of matrices,
+    # where over two axes of tokens a CPU would transpose a copy of them for the
+    # gradient of each weight.
+    stream = (-1,) if sharding.one_device() else rows
+
+    def apart(x):
+      return x.reshape(*rows, *x.shape[-2:])
 
     def attend(_, q, k, v):
-      return attention.packed(q, k, v, trajectory_ids)
+      mixed = attention.packed(apart(q), apart(k), apart(v), trajectory_ids)
+      return mixed.reshape(q.shape)
 
-    x = self._embed(params, tokens, "rows")
-    x, _, routing = self._layers(params, x, positions, attend)
+    x = self._embed(params, tokens.reshape(stream), "rows")
+    x, _, routing = self._layers(params, x, positions.reshape(stream), attend)
     routing = jax.tree.map(lambda *stacks: jnp.concatenate(stacks), *routing)
-    return _whole(self._final_norm(params, x)), routing
+    routing = jax.tree.map(
+      lambda a: a.reshape(len(a), *rows, *a.shape[x.ndim :]), routing
+    )
+    x = _whole(self._final_norm(params, x))
+    return x.reshape(*rows, -1), routing
 
   def logits(
     self, params: Params, hidden: Float[Array, "... D"]
   ) -> Float[Array, "... V"]:
     """Float32 logits of hidden states."""
-    head = params["embedding"].T if self.config.tied else params["head"]
-    return jnp.matmul(
+    name, equation = "head", "...d,dv->...v"
+    if self.config.tied:
+      name, equation = "embedding", "...d,vd->...v"
+    return jnp.einsum(
+      equation,
       hidden,
-      head.astype(hidden.dtype),
+      params[name].astype(hidden.dtype),
       preferred_element_type=jnp.float32,
     )
 
@@ -645,9 +665,10 @@ class Policy:
     if policy is not None and cache is None:
       # Inside a scan nothing can be merged with the backward pass anyway.
       body = jax.checkpoint(body, policy=policy, prevent_cse=False)
+    unroll = min(self.config.unroll, self.config.num_layers // len(stacks))
     keys_values, routing = [], []
     for stack in zip(stacks, cache or [None] * len(stacks), strict=True):
-      x, (new, routed) = jax.lax.scan(body, x, stack)
+      x, (new, routed) = jax.lax.scan(body, x, stack, unroll=unroll)
       keys_values.append(new)
       routing.append(routed)
     return x, keys_values, routing

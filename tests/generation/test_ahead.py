@@ -102,6 +102,19 @@ def test_what_surely_ends_is_neither_decoded_on_nor_kept_from_those_who_wait():
   assert driver.order.count("decode") == 6
 
 
+def test_a_slot_that_surely_becomes_free_is_filled_without_a_dispatch_between():
+  driver = make_driver(slots=2)
+
+  async def main():
+    short = (ask(i, index=i, max_tokens=4) for i in range(1, 4))
+    tasks = start(driver, ask(0, max_tokens=12), *short)
+    return await finish(driver, *tasks)
+
+  assert [len(d.tokens) for d in asyncio.run(main())] == [12, 4, 4, 4]
+  # Beside the six of the long one, two for each of the others.
+  assert driver.order.count("decode") == 6
+
+
 def test_a_stop_seen_one_dispatch_late_delivers_no_token_too_many():
   driver = make_driver(slots=1)
 

@@ -809,7 +809,6 @@ def test_weights_of_a_life_before_are_replaced_whatever_their_version(first):
 @pytest.mark.parametrize(
   "wrong, message",
   [
-    ({"addresses": ()}, "must name a generator"),
     ({"addresses": ("host",)}, "'host'; it must be host:port"),
     ({"addresses": (":80",)}, "':80'; it must be host:port"),
     ({"addresses": ("h:65536",)}, "it must be host:port"),
@@ -823,6 +822,12 @@ def test_weights_of_a_life_before_are_replaced_whatever_their_version(first):
 def test_a_config_that_names_no_fleet_is_refused(wrong, message):
   with pytest.raises(ValueError, match=message):
     roster.Config(**{"addresses": ("h:1",), **wrong})
+
+
+def test_a_fleet_of_nobody_is_refused():
+  assert not roster.Config().names_any
+  with pytest.raises(ValueError, match="must name a generator"):
+    fleet.Fleet(roster.Config())
 
 
 def test_secrets_that_are_not_there_are_found_missing_at_once(tmp_path):

@@ -138,6 +138,7 @@ def test_a_setting_out_of_range_is_the_requests_own_error():
 @pytest.mark.parametrize(
   "fields",
   [
+    {"counts": b""},
     {"counts": np.array([1], "<i4").tobytes()},
     {"counts": np.array([2, -1, 3], "<i4").tobytes()},
     {"logp": b""},

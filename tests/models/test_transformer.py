@@ -193,6 +193,34 @@ def test_remat_dots_computes_no_product_with_weights_again():
   assert none == dots < full
 
 
+def test_unrolled_layers_compute_the_same_without_a_loop():
+  policy, params = make()
+  whole = jnp.arange(24).reshape(2, 12) % 8
+
+  def gradient(unroll):
+    config = dataclasses.replace(policy.config, unroll=unroll)
+    hidden = transformer.Policy(config).hidden
+    return jax.jit(jax.grad(lambda p: hidden(p, *[whole] * 3).sum()))
+
+  scanned, unrolled = gradient(1), gradient(policy.config.num_layers)
+  assert "stablehlo.while" in scanned.lower(params).as_text()
+  assert "stablehlo.while" not in unrolled.lower(params).as_text()
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5),
+    scanned(params),
+    unrolled(params),
+  )
+
+
+def test_on_one_device_no_copy_is_transposed_for_the_gradient_of_a_weight():
+  policy, params = make(dataclasses.replace(SMALL, unroll=SMALL.num_layers))
+  whole = jnp.zeros((2, 12), jnp.int32)
+  program = jax.jit(jax.grad(lambda p: policy.hidden(p, *[whole] * 3).sum()))
+  text = program.lower(params).compile().as_text()
+  hidden = policy.config.d_ff
+  assert f"f32[{hidden},2,12]" not in text
+
+
 def test_rotary_scores_depend_on_distance_only():
   q, k = jax.random.normal(jax.random.key(0), (2, 1, 1, 8))
 

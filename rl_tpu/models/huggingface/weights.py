@@ -40,6 +40,8 @@ _DERIVED = ".rotary_emb.inv_freq"
 _DTYPES = ("F32", "BF16", "F16")
 _COMPARED_ROWS = 4096
 """Of a tied head and its embedding, at a time."""
+_OURS = ("compute_dtype", "remat", "unroll")
+"""Fields of a config that say how to compute, not what."""
 
 _Order = tuple[tuple[int, ...], ...]
 """For each axis of a file's tensor, the axes of ours that it runs over."""
@@ -256,7 +258,7 @@ class _Files:
     theirs = configs.read(self._folder)
     for field in dataclasses.fields(config):
       own, other = getattr(config, field.name), getattr(theirs, field.name)
-      if own != other and field.name not in ("compute_dtype", "remat"):
+      if own != other and field.name not in _OURS:
         raise ValueError(
           f"{field.name} is {own!r}; {self._folder} has a model with {other!r}"
         )

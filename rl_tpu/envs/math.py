@@ -1,0 +1,234 @@
+r"""Mathematical questions of one's own, with Math-Verify as judge.
+
+Questions and answers come from a JSON-lines file or a folder that TFDS
+prepared; what is stored and how it is ordered is `data.py`'s as for any task.
+The policy's final answer (`rewards.answers`) is compared in processes with time
+limits, beside generation.
+
+An answer can be made on which the verifier hangs or dies. With `unsettled`
+"wrong" it earns 0, as any other way not to be right, and is counted as
+`env_verifier_failed`; with "drop" its group is dropped and counted as failed,
+for those who would rather lose a prompt than call a right answer wrong.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import json
+import pathlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal
+
+import numpy as np
+
+from rl_tpu.envs import (
+  SPLITS,
+  Reply,
+  Split,
+  TextEnvironment,
+  encode_question,
+  held_out,
+)
+from rl_tpu.models.tokenizer import Tokenizer
+from rl_tpu.ops import check_choices, check_fields
+from rl_tpu.rewards.answers import Form
+from rl_tpu.rewards.workers import Workers
+from rl_tpu.types import EpisodeError, Prompt
+
+TEMPLATE = (
+  "{question}\nReason step by step, and put the final answer within "
+  "\\boxed{{}}.\n"
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+  """Where the questions are, and how answers are judged."""
+
+  path: str
+  """A .jsonl file with an object a line, or a folder that TFDS prepared (it
+  holds dataset_info.json)."""
+  question_field: str = "question"
+  """Of a row."""
+  answer_field: str = "answer"
+  """Of a row; in GSM8K's form, what follows `####` is the answer."""
+  heldout_path: str | None = None
+  """The same for evaluation; None: a share of `path` is held out."""
+  heldout_fraction: float = 0.1
+  """Of `path`, in (0, 1), where there is no heldout_path."""
+  template: str = TEMPLATE
+  """The prompt; names `question`. Braces of its own are doubled."""
+  chat: bool = False
+  """Put the prompt as a user's message, through the tokenizer's template."""
+  form: Form = "boxed"
+  """Where the final answer stands: `boxed`, `tags` or `whole`."""
+  unsettled: Literal["wrong", "drop"] = "wrong"
+  """What an answer is that the verifier fails on or takes too long over."""
+  verify_seconds: float = 5.0
+  """For one answer, > 0."""
+  verify_processes: int = 2
+  """Answers judged at once, >= 1."""
+
+  def __post_init__(self):
+    check_choices(self)
+    check_fields(
+      self,
+      ("template", "{question}" in self.template, "a text with {question}"),
+      ("heldout_fraction", 0 < self.heldout_fraction < 1, "in (0, 1)"),
+      ("verify_seconds", self.verify_seconds > 0, "> 0"),
+      ("verify_processes", self.verify_processes >= 1, ">= 1"),
+    )
+
+
+class Task:
+  """The questions of a file; see `rl_tpu.envs.Task`."""
+
+  name = "math"
+  fields: Mapping[str, type] = {"question": str, "answer": str}
+
+  def __init__(self, config: Config, tokenizer: Tokenizer):
+    self.config = config
+    self.tokenizer = tokenizer
+    for path in filter(None, (config.path, config.heldout_path)):
+      if not pathlib.Path(path).exists():
+        raise ValueError(f"math.Config: {path} is not there")
+    self._verify = Workers(
+      "rl_tpu.rewards.answers:math_score",
+      count=config.verify_processes,
+      seconds=config.verify_seconds,
+    )
+
+  @functools.cached_property
+  def fingerprint(self) -> str:
+    """The config, the files' contents and Math-Verify's version."""
+    config = dataclasses.asdict(self.config)
+    config["version"] = importlib.metadata.version("math-verify")
+    for path in filter(None, (self.config.path, self.config.heldout_path)):
+      config[f"contents of {path}"] = _digest(pathlib.Path(path))
+    return json.dumps(config, sort_keys=True)
+
+  def records(self, split: Split) -> Iterator[Mapping[str, Any]]:
+    """Yields each question of the split once."""
+    if split not in SPLITS:
+      raise ValueError(f"No split {split!r}; it must be one of {SPLITS}")
+    config, seen = self.config, set()
+    wanted = split == "heldout"
+    kept = None
+    if config.heldout_path:
+      kept = {row["question"] for row in self._rows(config.heldout_path)}
+    path = (config.heldout_path if wanted else None) or config.path
+    for row in self._rows(path):
+      question = row["question"]
+      # A question that is in both files is held out.
+      heldout = (
+        held_out(question, config.heldout_fraction)
+        if kept is None
+        else question in kept
+      )
+      if heldout == wanted and question not in seen:
+        seen.add(question)
+        yield row
+
+  def prompt(self, row: Mapping[str, Any], index: int) -> Prompt:
+    """Renders a row's question."""
+    text = self.config.template.format(question=row["question"])
+    return Prompt(
+      index=index,
+      tokens=encode_question(self.tokenizer, text, self.config.chat),
+      metadata={"answer": row["answer"]},
+    )
+
+  def environment(self, prompt: Prompt) -> "Environment":
+    """Starts an attempt at a prompt which `prompt` made."""
+    return Environment(self, prompt)
+
+  async def score(self, text: str, answer: str) -> tuple[float, bool]:
+    """Returns the reward of a text, and whether the verifier failed on it."""
+    try:
+      return await self._verify(text, answer, self.config.form), False
+    except EpisodeError:
+      if self.config.unsettled == "drop":
+        raise
+      return 0.0, True
+
+  def demonstration(
+    self, row: Mapping[str, Any], rng: np.random.Generator, wrong: float = 0.0
+  ) -> tuple[np.ndarray, np.ndarray]:
+    """Returns prompt and answer in the form asked for; never a wrong one.
+
+    Raises:
+      ValueError: wrong ones are asked for.
+    """
+    del rng
+    if wrong:
+      raise ValueError(
+        "math has no wrong demonstrations; set warm_start.wrong_batches to 0"
+      )
+    answer = {
+      "boxed": f"\\boxed{{{row['answer']}}}",
+      "tags": f"<answer>{row['answer']}</answer>",
+      "whole": row["answer"],
+    }[self.config.form]
+    ids = np.append(self.tokenizer.encode(answer), self.tokenizer.eos_id)
+    return self.prompt(row, 0).tokens, ids.astype(np.int32)
+
+  def _rows(self, path: str) -> Iterator[dict[str, str]]:
+    config = self.config
+    for number, row in enumerate(_read(pathlib.Path(path))):
+      try:
+        question = _text(row[config.question_field])
+        answer = _text(row[config.answer_field])
+      except KeyError as error:
+        raise ValueError(
+          f"{path}: row {number} has no field {error}; it has {sorted(row)}"
+        ) from error
+      answer = answer.rsplit("####", 1)[-1].strip()
+      yield {"question": question, "answer": answer}
+
+
+class Environment(TextEnvironment):
+  """One question, one answer; one that the budget cut is worth 0."""
+
+  def __init__(self, task: Task, prompt: Prompt):
+    super().__init__(task.tokenizer, prompt)
+    self._task = task
+
+  async def answer(self, text: str) -> Reply:
+    """Has the answer verified."""
+    score, failed = await self._task.score(text, self.prompt.metadata["answer"])
+    return Reply(
+      reward=score, end=True, metrics={"verifier_failed": float(failed)}
+    )
+
+
+def _read(path: pathlib.Path) -> Iterable[Mapping[str, Any]]:
+  """The rows of a JSON-lines file, or of every split of a TFDS folder."""
+  if path.is_dir():
+    import tensorflow_datasets as tfds
+
+    sources: Any = tfds.builder_from_directory(path).as_data_source()
+    for split in sorted(sources):
+      yield from sources[split]
+    return
+  with open(path, encoding="utf-8") as file:
+    for number, line in enumerate(file, 1):
+      if line.strip():
+        try:
+          yield json.loads(line)
+        except json.JSONDecodeError as error:
+          raise ValueError(f"{path}: line {number}: {error}") from error
+
+
+def _text(value: Any) -> str:
+  return value.decode("utf-8") if isinstance(value, bytes) else str(value)
+
+
+def _digest(path: pathlib.Path) -> str:
+  digest = hashlib.sha256()
+  files = sorted(path.rglob("*")) if path.is_dir() else [path]
+  for file in files:
+    if file.is_file():
+      digest.update(file.name.encode())
+      digest.update(file.read_bytes())
+  return digest.hexdigest()

@@ -1,0 +1,1 @@
+"""What an answer is worth: rules in processes of their own, judges, shaping."""

@@ -115,7 +115,7 @@ def kernel(op: hlo.Op, experts: int = 0) -> Kernel | None:
 
   Causal attention: every block of pairs of tokens that is not wholly above the
   diagonal. Grouped products: see `_grouped`. Gathers and scatters read once
-  what they give, and write it.
+  what they move, and write it.
 
   Args:
     op: the call.

@@ -277,10 +277,11 @@ class _Walk:
       yield self.computation(called, times)
       return
     kernels = []
-    if 'custom_call_target="tpu_custom_call"' in op.rest or (
-      called is not None and not op.cycles and self._moves(op, called)
-    ):
+    if 'custom_call_target="tpu_custom_call"' in op.rest:
       kernels = [(op, times)]
+    elif called is not None and not op.cycles:
+      moved = self._moved(op, called)
+      kernels = [(moved, times)] if moved else []
     yield Program(
       ops=[(op, times)] if op.cycles else [],
       kernels=kernels,
@@ -288,12 +289,21 @@ class _Walk:
       unknown=[],
     )
 
-  def _moves(self, op: Op, called: str) -> bool:
-    """Whether a fusion is a gather or scatter of its own."""
-    return "kind=kCustom" in op.rest and any(
-      inner.opcode in ("gather", "scatter")
-      for inner in self._computations[called].values()
-    )
+  def _moved(self, op: Op, called: str) -> Op | None:
+    """A fusion that is a gather or scatter, in the shape of what it moves.
+
+    A gather moves what it gives; a scatter writes its updates in place.
+    """
+    if "kind=kCustom" not in op.rest:
+      return None
+    inside = self._computations[called]
+    for inner in inside.values():
+      if inner.opcode == "gather":
+        return op
+      if inner.opcode == "scatter":
+        updates = inside[inner.operands[-1]]
+        return dataclasses.replace(op, shape=updates.shape)
+    return None
 
   def _collectives(
     self, op: Op, called: str | None, times: int

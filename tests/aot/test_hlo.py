@@ -243,3 +243,42 @@ def test_decoding_reads_every_page_and_cores_share_the_wait():
     transfer / two.bandwidth + 64 * kernels.WAIT
   )
   assert kernels.seconds(kernel("another", ""), one) is None
+
+
+MOVES = """\
+HloModule jit_g, is_scheduled=true
+
+%written (held: bf16[28,32,64], at: s32[8,2], new: bf16[8,64]) -> \
+bf16[28,32,64] {
+  %held = bf16[28,32,64]{2,1,0} parameter(0)
+  %at = s32[8,2]{1,0} parameter(1)
+  %new = bf16[8,64]{1,0} parameter(2)
+  %turned = bf16[8,64]{1,0} transpose(%new), dimensions={0,1}
+  ROOT %scatter.1 = bf16[28,32,64]{2,1,0} scatter(%held, %at, %turned), \
+to_apply=%last
+}
+
+%taken (table: bf16[100,64], at: s32[8,1]) -> bf16[8,64] {
+  %table = bf16[100,64]{1,0} parameter(0)
+  %at = s32[8,1]{1,0} parameter(1)
+  ROOT %gather.1 = bf16[8,64]{1,0} gather(%table, %at), slice_sizes={1,64}
+}
+
+ENTRY %main (p.1: bf16[28,32,64], p.2: s32[8,2], p.3: bf16[100,64]) -> \
+bf16[28,32,64] {
+  %p.1 = bf16[28,32,64]{2,1,0} parameter(0)
+  %p.2 = s32[8,2]{1,0} parameter(1)
+  %p.3 = bf16[100,64]{1,0} parameter(2)
+  %gather_fusion = bf16[8,64]{1,0} fusion(%p.3, %p.2), kind=kCustom, \
+calls=%taken
+  ROOT %scatter_fusion = bf16[28,32,64]{2,1,0} fusion(%p.1, %p.2, \
+%gather_fusion), kind=kCustom, calls=%written
+}
+"""
+
+
+def test_a_scatter_writes_its_updates_in_place_and_a_gather_what_it_gives():
+  found = {op.name: op for op, _ in hlo.read(MOVES).kernels}
+  assert set(found) == {"gather_fusion", "scatter_fusion"}
+  for op in found.values():
+    assert flops.kernel(op) == flops.Kernel(flops=0.0, bytes=2 * 8 * 64 * 2)

@@ -39,8 +39,8 @@ a Xeon: static 1.66 (1677 to 1009, Tunix; Hugging Face 845), long tail 6.8 (859
 to 126), 0.91 of the ceiling; beside other jobs 1.4 to 1.5. Most of what is left
 is attention, a quarter of a step: summing in other orders, or over one joined
 cache, gained nothing. The gain of interruption, 2.7 (584 to 214 tokens a
-second), depends strongly on `--update-tokens` and `--most` (1.5 at 2048 and 128,
-beside other jobs), so it is not AReaL's 12 to 17 %.
+second), depends strongly on `--update-tokens` and `--most` (1.5 at 2048 and
+128, beside other jobs), so it is not AReaL's 12 to 17 %.
 
 About 12 minutes on two CPU cores. The last line is JSON: `ratio_static`,
 `ratio_longtail` (to the better peer; null without one), `interruption_gain`

@@ -32,13 +32,11 @@ tried; peers take the batch whole, and no other size of theirs was tried. And
 `padded` pads to the limit, not to the batch's longest as TRL does, so it says
 more for packing than it would against that.
 
-Measured once, `--repeats=2 --tails=1`, on two cores beside other jobs (load 9
-to 11): fixed 0.65 (639 to TRL's 990; Tunix, then without its entropy, 726),
-0.47 of the ceiling, memory 0.62; long tail 1.96, packed to padded 4.9; a step
-1.05 of TRL's processor seconds, 1238 MB, first step after 59 seconds. After
-that, layers were unrolled and tokens passed them as one list: fixed 1.03 (978
-to 946; load 9 to 12, Tunix not run again) and memory 0.46; the rest was not
-measured again. What each costs on a quiet machine is not known.
+Measured once, `--repeats=2 --tails=1`, on two cores of a Xeon, nearly quiet:
+fixed 1.00 (1150 to TRL's 1150; Tunix 811), 0.73 of the ceiling, memory 0.63;
+long tail 2.8, packed to padded 5.7; a step 0.88 of TRL's processor seconds,
+1253 MB, first step after 13 seconds. So the aim of a step is missed, and that of
+fixed just reached. Layers are unrolled, as the peers' are.
 
 The last line is JSON: `ratio_fixed`, `ratio_longtail` (to the better peer, aims
 1 and 1.5; null without one), `memory_fixed` (peak, to that peer's, aim 1 at

@@ -35,8 +35,8 @@ more for packing than it would against that.
 Measured once, `--repeats=2 --tails=1`, on two cores of a Xeon, nearly quiet:
 fixed 1.00 (1150 to TRL's 1150; Tunix 811), 0.73 of the ceiling, memory 0.63;
 long tail 2.8, packed to padded 5.7; a step 0.88 of TRL's processor seconds,
-1253 MB, first step after 13 seconds. So the aim of a step is missed, and that of
-fixed just reached. Layers are unrolled, as the peers' are.
+1253 MB, first step after 13 seconds. So the aim of a step is missed, and that
+of fixed just reached. Layers are unrolled, as the peers' are.
 
 The last line is JSON: `ratio_fixed`, `ratio_longtail` (to the better peer, aims
 1 and 1.5; null without one), `memory_fixed` (peak, to that peer's, aim 1 at

@@ -22,7 +22,7 @@ import dataclasses
 import hashlib
 import importlib
 import pkgutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, Literal, Protocol
 
@@ -207,6 +207,12 @@ def encode_observation(tokenizer: Tokenizer, text: str) -> np.ndarray:
   return tokenizer.encode(text)
 
 
+def encode_action(tokenizer: Tokenizer, text: str) -> np.ndarray:
+  """Returns i32[n]: a demonstrated action, the end of the turn included."""
+  ids = np.append(tokenizer.encode(text), tokenizer.eos_id)
+  return ids.astype(np.int32)
+
+
 def encode_question(tokenizer: Tokenizer, text: str, chat: bool) -> np.ndarray:
   """Returns i32[P]: the text itself, or as a user's message in a chat."""
   if chat:
@@ -218,6 +224,24 @@ def held_out(text: str, fraction: float) -> bool:
   """Whether a question is held out: by its hash, the same in every process."""
   digest = hashlib.sha256(text.encode("utf-8")).digest()
   return int.from_bytes(digest[:6], "big") / 2**48 < fraction
+
+
+def of_split(
+  rows: Iterable[tuple[str, Mapping[str, Any]]], split: Split, fraction: float
+) -> Iterator[Mapping[str, Any]]:
+  """Yields the rows of a split, each once.
+
+  Args:
+    rows: a row's identity, the text that decides its split, and the row.
+    split: which.
+    fraction: of the rows that are held out.
+  """
+  seen = set()
+  for identity, row in rows:
+    heldout = held_out(identity, fraction)
+    if identity not in seen and heldout == (split == "heldout"):
+      seen.add(identity)
+      yield row
 
 
 def group(task: Task, prompt: Prompt, size: int) -> Sequence[Environment]:

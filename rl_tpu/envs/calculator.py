@@ -23,8 +23,9 @@ from rl_tpu.envs import (
   Reply,
   Split,
   TextEnvironment,
+  encode_action,
   encode_observation,
-  held_out,
+  of_split,
 )
 from rl_tpu.models.tokenizer import Tokenizer, encode_prompt
 from rl_tpu.ops import check_fields
@@ -91,7 +92,10 @@ class Task:
 
   def records(self, split: Split) -> Iterator[Mapping[str, Any]]:
     """Yields each question of the split once."""
-    config, seen = self.config, set()
+    return of_split(self._rows(), split, self.config.heldout_fraction)
+
+  def _rows(self) -> Iterator[tuple[str, dict[str, str]]]:
+    config = self.config
     rng = np.random.default_rng(config.seed)
     for _ in range(config.size):
       # Multiplications first, so that a call always starts a chain.
@@ -102,10 +106,7 @@ class Task:
         f"{sign}{number}"
         for sign, number in zip(signs, numbers[1:], strict=True)
       )
-      heldout = held_out(question, config.heldout_fraction)
-      if question not in seen and heldout == (split == "heldout"):
-        seen.add(question)
-        yield {"question": question}
+      yield question, {"question": question}
 
   def prompt(self, row: Mapping[str, Any], index: int) -> Prompt:
     """Renders a row's question."""
@@ -136,12 +137,12 @@ class Task:
         action = _misread(action, rng)
     pieces = [self.prompt(row, 0).tokens]
     for call, result in turns[:at]:
-      pieces += [self._action(call), encode_observation(self.tokenizer, result)]
-    return np.concatenate(pieces).astype(np.int32), self._action(action)
-
-  def _action(self, text: str) -> np.ndarray:
-    ids = np.append(self.tokenizer.encode(text), self.tokenizer.eos_id)
-    return ids.astype(np.int32)
+      pieces += [
+        encode_action(self.tokenizer, call),
+        encode_observation(self.tokenizer, result),
+      ]
+    action_ids = encode_action(self.tokenizer, action)
+    return np.concatenate(pieces).astype(np.int32), action_ids
 
 
 class Environment(TextEnvironment):

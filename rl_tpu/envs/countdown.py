@@ -19,8 +19,9 @@ from rl_tpu.envs import (
   Reply,
   Split,
   TextEnvironment,
+  encode_action,
   encode_question,
-  held_out,
+  of_split,
 )
 from rl_tpu.models.tokenizer import Tokenizer
 from rl_tpu.ops import check_choices, check_fields
@@ -101,16 +102,14 @@ class Task:
 
   def records(self, split: Split) -> Iterator[Mapping[str, Any]]:
     """Yields each problem of the split once."""
+    return of_split(self._rows(), split, self.config.heldout_fraction)
+
+  def _rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
     rng = np.random.default_rng(self.config.seed)
-    seen = set()
     for _ in range(self.config.size):
       row = _problem(self.config, rng)
       numbers = sorted(map(int, row["numbers"].split()))
-      identity = f"{numbers} {row['target']}"
-      heldout = held_out(identity, self.config.heldout_fraction)
-      if identity not in seen and heldout == (split == "heldout"):
-        seen.add(identity)
-        yield row
+      yield f"{numbers} {row['target']}", row
 
   def prompt(self, row: Mapping[str, Any], index: int) -> Prompt:
     """Renders a row's problem."""
@@ -141,8 +140,7 @@ class Task:
       answer = f"<think></think><answer>{answer}</answer>"
     elif self.config.form == "boxed":
       answer = f"\\boxed{{{answer}}}"
-    ids = np.append(self.tokenizer.encode(answer), self.tokenizer.eos_id)
-    return self.prompt(row, 0).tokens, ids.astype(np.int32)
+    return self.prompt(row, 0).tokens, encode_action(self.tokenizer, answer)
 
 
 class Environment(TextEnvironment):

@@ -20,6 +20,7 @@ from rl_tpu.envs import (
   Reply,
   Split,
   TextEnvironment,
+  encode_action,
   encode_observation,
   held_out,
 )
@@ -110,8 +111,7 @@ class Task:
     return np.concatenate(pieces).astype(np.int32), self._action(guess)
 
   def _action(self, guess: int) -> np.ndarray:
-    ids = np.append(self.tokenizer.encode(str(guess)), self.tokenizer.eos_id)
-    return ids.astype(np.int32)
+    return encode_action(self.tokenizer, str(guess))
 
 
 class Environment(TextEnvironment):

@@ -27,6 +27,7 @@ from rl_tpu.envs import (
   Reply,
   Split,
   TextEnvironment,
+  encode_action,
   encode_question,
   held_out,
 )
@@ -170,8 +171,7 @@ class Task:
       "tags": f"<answer>{row['answer']}</answer>",
       "whole": row["answer"],
     }[self.config.form]
-    ids = np.append(self.tokenizer.encode(answer), self.tokenizer.eos_id)
-    return self.prompt(row, 0).tokens, ids.astype(np.int32)
+    return self.prompt(row, 0).tokens, encode_action(self.tokenizer, answer)
 
   def _rows(self, path: str) -> Iterator[dict[str, str]]:
     config = self.config

@@ -19,7 +19,14 @@ from typing import Any
 
 import numpy as np
 
-from rl_tpu.envs import SPLITS, Reply, Split, TextEnvironment, held_out
+from rl_tpu.envs import (
+  SPLITS,
+  Reply,
+  Split,
+  TextEnvironment,
+  encode_action,
+  of_split,
+)
 from rl_tpu.models.tokenizer import Tokenizer, encode_prompt
 from rl_tpu.types import Prompt
 
@@ -131,19 +138,20 @@ class Task:
     """Yields each question of the split once."""
     if split not in SPLITS:
       raise ValueError(f"No split {split!r}; it must be one of {SPLITS}")
-    seen = set()
+    yield from of_split(self._rows(), split, self.config.heldout_fraction)
+
+  def _rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
     for index in range(self.config.size):
       entry = self._dataset[index]
-      text = self._render(entry)
-      heldout = held_out(text, self.config.heldout_fraction)
-      if text not in seen and heldout == (split == "heldout"):
-        seen.add(text)
-        answer = entry["answer"]
-        yield {
+      text, answer = self._render(entry), entry["answer"]
+      yield (
+        text,
+        {
           "source_index": index,
           "question": text,
           "answer": "" if answer is None else str(answer),
-        }
+        },
+      )
 
   def prompt(self, row: Mapping[str, Any], index: int) -> Prompt:
     """Tokenizes a row's question."""
@@ -193,8 +201,8 @@ class Task:
       )
     if rng.random() < wrong:
       answer = self._wrong_answer(row, rng)
-    ids = np.append(self.tokenizer.encode(answer), self.tokenizer.eos_id)
-    return encode_prompt(self.tokenizer, row["question"]), ids.astype(np.int32)
+    question = encode_prompt(self.tokenizer, row["question"])
+    return question, encode_action(self.tokenizer, answer)
 
   def _wrong_answer(self, row, rng: np.random.Generator) -> str:
     for _ in range(100):

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_tpu.envs import Reply, Split, TextEnvironment, held_out
+from rl_tpu.envs import Reply, Split, TextEnvironment, encode_action, of_split
 from rl_tpu.models.tokenizer import Tokenizer, encode_prompt
 from rl_tpu.ops import check_fields
 from rl_tpu.types import Prompt
@@ -91,14 +91,14 @@ class Task:
 
   def records(self, split: Split) -> Iterator[Mapping[str, Any]]:
     """Yields each word of the split once."""
+    return of_split(self._rows(), split, self.config.heldout_fraction)
+
+  def _rows(self) -> Iterator[tuple[str, dict[str, str]]]:
     rng = np.random.default_rng(self.config.seed)
-    letters, seen = list("abcdefghijklmnopqrstuvwxyz"), set()
+    letters = list("abcdefghijklmnopqrstuvwxyz")
     for _ in range(self.config.size):
       word = "".join(rng.choice(letters, self.config.letters, replace=False))
-      heldout = held_out(word, self.config.heldout_fraction)
-      if word not in seen and heldout == (split == "heldout"):
-        seen.add(word)
-        yield {"word": word}
+      yield word, {"word": word}
 
   def phase(self, index: int) -> int:
     """Returns the phase of a prompt's index, from 0."""
@@ -138,8 +138,7 @@ class Task:
       others = [name for name in STYLES if name != style]
       write = STYLES[others[rng.integers(len(others))]][1]
     text = letter + write(row["word"])
-    ids = np.append(self.tokenizer.encode(text), self.tokenizer.eos_id)
-    return self.prompt(row, index).tokens, ids.astype(np.int32)
+    return self.prompt(row, index).tokens, encode_action(self.tokenizer, text)
 
 
 class Environment(TextEnvironment):

@@ -81,7 +81,7 @@ def main(directory, distributed, changes="{}", fault=None):
   file = pathlib.Path(directory) / f"config-{os.getpid()}.py"
   file.parent.mkdir(parents=True, exist_ok=True)
   file.write_text(
-    "import ml_collections\n"
+    "import ml_collections\nfrom math import inf\n"
     f"def get_config():\n  return ml_collections.ConfigDict({values.to_dict()})"
   )
   return command_line.main(["rl_tpu", "train", f"--config={file}"])

@@ -2,8 +2,8 @@
 
 The figures are Google's (cloud.google.com/tpu/docs, pages v5e, v5p and v6e) but
 for `memory`, which is what the compiler lets a program use, and `product`, what
-its own cycles make of a product of 8192^3 with `OPTIONS`. Clocks follow from the peak:
-2 * units * size^2 operations a cycle.
+its own cycles make of a product of 8192^3 with `OPTIONS`. Clocks follow from
+the peak: 2 * units * size^2 operations a cycle.
 
 The network is modelled, never simulated. Chips of a slice form a torus. A group
 whose members differ along k of its axes moves its bytes in rings along these

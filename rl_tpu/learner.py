@@ -13,7 +13,7 @@ the division happens once). Updates whose gradient is not finite are skipped
 and counted; several in a row stop the run.
 
 Rows are laid out [minibatches, microbatches, rows, T]; `rows` is split over
-the (data, fsdp) axes of the mesh.
+the (data, fsdp, expert) axes of the mesh, and T over `sequence` in the model.
 """
 
 import dataclasses
@@ -120,6 +120,12 @@ class Learner:
       raise ValueError(
         f"microbatch_rows is {config.microbatch_rows}; it must be a multiple "
         f"of data * fsdp * expert = {ways}"
+      )
+    parts = sharding.ways(mesh, "context")
+    if config.row_length % parts:
+      raise ValueError(
+        f"row_length is {config.row_length}; it must be a multiple of "
+        f"sequence = {parts}"
       )
     self.policy = policy
     self.algorithm = algorithm

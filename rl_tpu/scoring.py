@@ -119,7 +119,12 @@ def outputs_and_loads(
 
   name = "embedding" if policy.config.tied else "head"
   scored = _on_own_rows(score_rows)({name: params[name]}, positions)
-  scored = jax.tree.map(lambda x: x.reshape(rows, length, *x.shape[2:]), scored)
+  scored = jax.tree.map(
+    lambda x: sharding.constrain(
+      x.reshape(rows, length, *x.shape[2:]), "rows", *(None,) * (x.ndim - 1)
+    ),
+    scored,
+  )
   topk = scored.pop("target_topk_logp", None)
   if topk is not None:
     topk = _each_slot(ops.shift_to_tokens)(topk)
@@ -152,19 +157,19 @@ def _without_rows(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _on_own_rows(function: Callable[[Any, Any], Any]):
-  """Lets each device map its own rows; the first argument comes whole to all.
+  """Lets each device map its own tokens; the first argument comes whole to all.
 
   Left to the compiler, the gradient of that argument would be summed over
   devices in every chunk.
   """
   if jax.sharding.get_abstract_mesh().empty:
     return function
-  rows = sharding.partition_spec(("rows",))
+  rows = sharding.partition_spec(("rows", "context"))
   return jax.shard_map(
     function,
     in_specs=(jax.P(), rows),
     out_specs=rows,
-    axis_names=set(sharding.RULES["rows"]),
+    axis_names={*sharding.RULES["rows"], *sharding.RULES["context"]},
     check_vma=False,
   )
 

@@ -282,6 +282,11 @@ class PolicyEngine(engine_api.Engine):
         f"slots is {config.slots}; it must be a multiple of {ways}, the size "
         f"of mesh axes {sharding.RULES['slots']}"
       )
+    if sharding.ways(mesh, "context") > 1:
+      raise ValueError(
+        f"the generator's mesh has sequence {sharding.ways(mesh, 'context')}; "
+        "it must be 1: use tensor or fsdp"
+      )
     vocabulary = policy.config.vocab_size
     if config.behavior_top_k > vocabulary:
       raise ValueError(

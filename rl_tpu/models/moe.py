@@ -153,45 +153,59 @@ def mixture(
     normalize: whether the k gates of a token sum to 1.
     replayed: experts that are chosen for a token, or -1: it chooses itself.
   """
-  tokens = x.reshape(-1, x.shape[-1])
-  if replayed is not None:
-    replayed = replayed.reshape(-1, per_token)
   if jax.sharding.get_abstract_mesh().empty:
+    tokens, replayed = jax.tree.map(_listed, (x, replayed))
     gates, routing = route(tokens, router, per_token, normalize, replayed)
     experts = jax.tree.map(lambda weight: weight.astype(x.dtype), experts)
     result = _summed(tokens, routing.experts, gates, experts), routing
-  else:
-    result = _on_mesh(per_token, normalize, (tokens, replayed), router, experts)
-  return jax.tree.map(lambda a: a.reshape(*x.shape[:-1], *a.shape[1:]), result)
+    return _apart(result, x.shape[:-1])
+  # Rows of tokens, which may be of one token each.
+  rows = jax.tree.map(
+    lambda a: a.reshape(len(a), -1, a.shape[-1]), (x, replayed)
+  )
+  result = _on_mesh(per_token, normalize, rows, router, experts)
+  return jax.tree.map(lambda a: a.reshape(*x.shape[:-1], *a.shape[2:]), result)
+
+
+def _listed(x: Float[Array, "... D"]) -> Float[Array, "n D"]:
+  """All tokens in one list."""
+  return x.reshape(-1, x.shape[-1])
+
+
+def _apart(tree: Any, shape: tuple[int, ...]) -> Any:
+  """Arrays over a list of tokens, which come in this shape."""
+  return jax.tree.map(lambda a: a.reshape(*shape, *a.shape[1:]), tree)
 
 
 def _on_mesh(
   per_token: int,
   normalize: bool,
-  given: tuple[Float[Array, "n D"], Int[Array, "n k"] | None],
+  given: tuple[Float[Array, "R T D"], Int[Array, "R T k"] | None],
   router: Float[Array, "D E"],
   experts: Experts,
-) -> tuple[Float[Array, "n D"], Routing]:
+) -> tuple[Float[Array, "R T D"], Routing]:
   """Lets each device work on its share, and joins what they get.
 
   `given` are tokens, and the choices to replay.
   """
   mesh = jax.sharding.get_abstract_mesh()
-  rows = sharding.partition_spec(("rows",))
+  rows = sharding.partition_spec(("rows", "context"))
   inward = sharding.partition_spec(("expert", "embed", "mlp"))
   outward = sharding.partition_spec(("expert", "mlp", "embed"))
   # One sequence in prefill, say, need not divide over the devices.
   parts = sharding.ways(mesh, "rows")
-  count, width = given[0].shape
+  count, length, width = given[0].shape
   given = jax.tree.map(
-    lambda x: jnp.pad(x, ((0, -count % parts), (0, 0))), given
+    lambda x: jnp.pad(x, ((0, -count % parts), (0, 0), (0, 0))), given
   )
-  reached = len(given[0]) // parts * sharding.ways(mesh, "expert")
+  own = len(given[0]) // parts * length // sharding.ways(mesh, "context")
+  reached = own * sharding.ways(mesh, "expert")
   held = sum(weight.size for weight in experts) // sharding.ways(mesh, "mlp")
   experts_travel = reached * per_token * width > held
 
   def on_device(given, router, experts):
-    tokens, replayed = given
+    shape = given[0].shape[:2]
+    tokens, replayed = jax.tree.map(_listed, given)
     gates, routing = route(tokens, router, per_token, normalize, replayed)
     gate, up, down = (weight.astype(tokens.dtype) for weight in experts)
     # The embed axis of a weight is gathered for the layer.
@@ -210,7 +224,7 @@ def _on_mesh(
       chosen = jnp.where(own, chosen - first, len(gate))
       y = _summed(tokens, chosen, gates, experts, some=True)
       y = jax.lax.psum_scatter(y, sharding.RULES["expert"], tiled=True)
-    return jax.lax.psum(y, sharding.RULES["mlp"]), routing
+    return _apart((jax.lax.psum(y, sharding.RULES["mlp"]), routing), shape)
 
   result = jax.shard_map(
     on_device,

@@ -322,6 +322,8 @@ class Block(nnx.Module):
 def _by_tokens(x: jax.Array) -> jax.Array:
   """Splits the residual stream by tokens among the devices that split heads.
 
+  Along `sequence` it is split everywhere.
+
   Each then normalises and adds its own tokens, where all of them would do so
   for every token; a layer's sums over these devices become as many bytes of
   scattered sums and gathers (Korthikanti et al. 2022).
@@ -332,10 +334,10 @@ def _by_tokens(x: jax.Array) -> jax.Array:
 
 
 def _whole(x: jax.Array) -> jax.Array:
-  """All tokens, for products with weights; undoes `_by_tokens`."""
+  """All tokens of a part, for products with weights; undoes `_by_tokens`."""
   if x.ndim < 3 or not sharding.splits(x.shape[1], "tokens"):
     return x
-  return sharding.constrain(x, "rows", None, None)
+  return sharding.constrain(x, "rows", "context", None)
 
 
 @jax.custom_vjp
@@ -506,9 +508,10 @@ class Policy:
         it would choose; -1 where it chooses.
 
     Raises:
-      ValueError: the rows do not divide over the mesh in force.
+      ValueError: rows or their tokens do not divide over the mesh in force.
     """
     sharding.check_even("a packed batch", tokens.shape[0], "rows")
+    sharding.check_even("a row", tokens.shape[1], "context")
     rows = tokens.shape
     # On one device tokens pass the layers as one list: products of matrices,
     # where over two axes of tokens a CPU would transpose a copy of them for the

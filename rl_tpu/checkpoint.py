@@ -116,6 +116,10 @@ class Checkpointer:
 
     Args:
       abstract_state: a tree of ShapeDtypeStruct with the wanted shardings.
+
+    Raises:
+      ValueError: what was saved is of another type, as a key of another
+        generator of random numbers is.
     """
     for version in sorted(self._manager.all_steps(), reverse=True):
       missing = [
@@ -142,6 +146,7 @@ class Checkpointer:
           meta=ocp.args.JsonRestore(),
         ),
       )
+      _check_types(parts["state"], abstract_state)
       self._held = version
       return Restored(version=version, **{part: parts[part] for part in PARTS})
     return None
@@ -151,6 +156,19 @@ class Checkpointer:
     self._manager.wait_until_finished()
     self._manager.check_for_errors()
     self._manager.close()
+
+
+def _check_types(restored: Any, abstract: Any) -> None:
+  """Refuses arrays of another type than was asked for, by name."""
+
+  def check(path, leaf, like):
+    if leaf.dtype != like.dtype:
+      raise ValueError(
+        f"state{jax.tree_util.keystr(path)} was saved as {leaf.dtype}; it "
+        f"must be {like.dtype}"
+      )
+
+  jax.tree_util.tree_map_with_path(check, restored, abstract)
 
 
 def save_params(directory: str | os.PathLike, params: Any) -> None:

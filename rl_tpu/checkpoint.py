@@ -16,6 +16,7 @@ warns of each version that it passes over.
 
 import dataclasses
 import logging
+import math
 import os
 import pathlib
 import shutil
@@ -29,6 +30,7 @@ import orbax.checkpoint as ocp
 
 from rl_tpu import processes
 from rl_tpu.types import (
+  EXTRAS,
   STOP_REASONS,
   Chunk,
   Group,
@@ -45,12 +47,17 @@ _PER_TOKEN = {
   "token_version": np.int32,
   "rewards": np.float32,
 }
-_HEAD = {"behavior_topk_ids": np.int32, "behavior_topk_logp": np.float32}
+_EXTRAS = {
+  "behavior_topk_ids": np.int32,
+  "behavior_topk_logp": np.float32,
+  "behavior_experts": np.int16,
+}
 _PER_CHUNK = {
   "tokens": np.int32,
   "logp": np.float32,
   "topk_ids": np.int32,
   "topk_logp": np.float32,
+  "experts": np.int16,
 }
 _REASONS = (None, *STOP_REASONS)
 
@@ -109,6 +116,10 @@ class Checkpointer:
 
     Args:
       abstract_state: a tree of ShapeDtypeStruct with the wanted shardings.
+
+    Raises:
+      ValueError: what was saved is of another type, as a key of another
+        generator of random numbers is.
     """
     for version in sorted(self._manager.all_steps(), reverse=True):
       missing = [
@@ -135,6 +146,7 @@ class Checkpointer:
           meta=ocp.args.JsonRestore(),
         ),
       )
+      _check_types(parts["state"], abstract_state)
       self._held = version
       return Restored(version=version, **{part: parts[part] for part in PARTS})
     return None
@@ -144,6 +156,19 @@ class Checkpointer:
     self._manager.wait_until_finished()
     self._manager.check_for_errors()
     self._manager.close()
+
+
+def _check_types(restored: Any, abstract: Any) -> None:
+  """Refuses arrays of another type than was asked for, by name."""
+
+  def check(path, leaf, like):
+    if leaf.dtype != like.dtype:
+      raise ValueError(
+        f"state{jax.tree_util.keystr(path)} was saved as {leaf.dtype}; it "
+        f"must be {like.dtype}"
+      )
+
+  jax.tree_util.tree_map_with_path(check, restored, abstract)
 
 
 def save_params(directory: str | os.PathLike, params: Any) -> None:
@@ -207,14 +232,15 @@ def restore_named(
 def pack_groups(groups: Sequence[Group]) -> tuple[dict[str, np.ndarray], list]:
   """Groups as flat arrays and a JSON-able list of what is not an array."""
   trajectories = [t for group in groups for t in group.trajectories]
-  with_head = [t for t in trajectories if t.behavior_topk_ids is not None]
   arrays = {
     name: _flat((getattr(t, name) for t in trajectories), dtype)
     for name, dtype in _PER_TOKEN.items()
   }
   arrays |= {
-    name: _flat((getattr(t, name) for t in with_head), dtype)
-    for name, dtype in _HEAD.items()
+    name: _flat(
+      (x for t in trajectories if (x := getattr(t, name)) is not None), dtype
+    )
+    for name, dtype in _EXTRAS.items()
   }
   arrays["prompts"] = _flat((g.prompt.tokens for g in groups), np.int32)
   described = [
@@ -225,9 +251,7 @@ def pack_groups(groups: Sequence[Group]) -> tuple[dict[str, np.ndarray], list]:
       "trajectories": [
         {
           "tokens": len(t),
-          "head_size": (
-            0 if t.behavior_topk_ids is None else t.behavior_topk_ids.shape[1]
-          ),
+          "extras": _shapes(t, _EXTRAS),
           "prompt_id": t.prompt_id,
           "group_id": t.group_id,
           "member": t.member,
@@ -243,6 +267,12 @@ def pack_groups(groups: Sequence[Group]) -> tuple[dict[str, np.ndarray], list]:
   return arrays, described
 
 
+def _shapes(sampled: Trajectory | Chunk, names: Iterable[str]) -> dict:
+  """Of one token's entry in those of these arrays that are there."""
+  arrays = {name: getattr(sampled, name) for name in names}
+  return {n: x.shape[1:] for n, x in arrays.items() if x is not None}
+
+
 def _flat(pieces: Iterable[Any], dtype: Any) -> np.ndarray:
   """All entries in a row, after one 0: an empty array cannot be stored."""
   one = np.zeros(1, dtype)
@@ -253,7 +283,8 @@ def unpack_groups(
   arrays: dict[str, np.ndarray], described: list
 ) -> list[Group]:
   """The groups that `pack_groups` was given."""
-  groups, start, head_start, prompt_start = [], 1, 1, 1
+  groups, start, prompt_start = [], 1, 1
+  extra_starts = dict.fromkeys(_EXTRAS, 1)
   for group in described:
     prompt_end = prompt_start + group["prompt_tokens"]
     prompt = Prompt(
@@ -264,14 +295,13 @@ def unpack_groups(
     prompt_start = prompt_end
     trajectories = []
     for saved in group["trajectories"]:
-      tokens, size = saved["tokens"], saved["head_size"]
-      end, head_end = start + tokens, head_start + tokens * size
+      end = start + saved["tokens"]
       fields = {n: np.asarray(arrays[n])[start:end] for n in _PER_TOKEN}
-      if size:
-        fields |= {
-          name: np.asarray(arrays[name])[head_start:head_end].reshape(-1, size)
-          for name in _HEAD
-        }
+      for name, shape in saved["extras"].items():
+        first = extra_starts[name]
+        extra_starts[name] += saved["tokens"] * math.prod(shape)
+        flat = np.asarray(arrays[name])[first : extra_starts[name]]
+        fields[name] = flat.reshape(-1, *shape)
       trajectories.append(
         Trajectory(
           **fields,
@@ -283,7 +313,7 @@ def unpack_groups(
           metrics=saved["metrics"],
         )
       )
-      start, head_start = end, head_end
+      start = end
     groups.append(Group(prompt=prompt, trajectories=tuple(trajectories)))
   return groups
 
@@ -321,7 +351,7 @@ def _described(turn: Turn) -> dict[str, Any]:
         "tokens": len(chunk.tokens),
         "version": chunk.version,
         "stop_reason": _REASONS.index(chunk.stop_reason),
-        "head_size": 0 if chunk.topk_ids is None else chunk.topk_ids.shape[1],
+        "extras": _shapes(chunk, EXTRAS),
       }
       for chunk in turn.chunks
     ],
@@ -338,18 +368,17 @@ def unpack_progress(arrays: dict[str, np.ndarray], described: list) -> Progress:
     return np.asarray(arrays[f"progress_{name}"])[start : start + count]
 
   def chunk(saved: dict[str, Any]) -> Chunk:
-    n, size = saved["tokens"], saved["head_size"]
-    head = {
-      name: take(name, n * size).reshape(n, size)
-      for name in ("topk_ids", "topk_logp")
-      if size
+    n = saved["tokens"]
+    kept = {
+      name: take(name, n * math.prod(shape)).reshape(n, *shape)
+      for name, shape in saved["extras"].items()
     }
     return Chunk(
       tokens=take("tokens", n),
       logp=take("logp", n),
       version=saved["version"],
       stop_reason=_REASONS[saved["stop_reason"]],
-      **head,
+      **kept,
     )
 
   def turn(saved: dict[str, Any]) -> Turn:

@@ -247,7 +247,8 @@ class _Stream:
     )
     columns = zip(*self._pieces, strict=True)
     fields = dict(zip(names, map(np.concatenate, columns), strict=True))
-    return fields | self._head(fields["action_mask"])
+    mask = fields["action_mask"]
+    return fields | self._head(mask) | self._experts(mask)
 
   def _head(self, action_mask: np.ndarray) -> dict[str, np.ndarray]:
     """The turns' heads at their action tokens; nothing where none is kept."""
@@ -271,6 +272,22 @@ class _Stream:
       np.concatenate, zip(*heads, strict=True)
     )
     return {"behavior_topk_ids": ids, "behavior_topk_logp": logp}
+
+  def _experts(self, action_mask: np.ndarray) -> dict[str, np.ndarray]:
+    """The turns' experts at their action tokens; nothing without them."""
+    turns = [c.experts for c in self._completions if c.experts is not None]
+    if not turns:
+      return {}
+    shapes = {turn.shape[1:] for turn in turns}
+    if len(shapes) > 1 or len(turns) < len(self._completions):
+      raise ValueError(
+        f"the generator returned experts of shapes {sorted(shapes)} with "
+        f"{len(turns)} of an episode's {len(self._completions)} turns; every "
+        "turn must have them, and all of one shape"
+      )
+    experts = np.full((self._length, *shapes.pop()), -1, np.int16)
+    experts[action_mask] = np.concatenate(turns)
+    return {"behavior_experts": experts}
 
   def _append(self, *columns: np.ndarray) -> None:
     types = (np.int32, bool, np.float32, np.int32, np.float32)
@@ -299,6 +316,12 @@ def _check_completion(completion: Completion, request: Request) -> None:
     raise ValueError(
       f"the generator returned {n} tokens with topk_ids of shape {ids} and "
       f"topk_logp of shape {logp}; they must be ({n}, K) alike, or both None"
+    )
+  experts = completion.experts
+  if experts is not None and (experts.ndim, len(experts)) != (3, n):
+    raise ValueError(
+      f"the generator returned {n} tokens with experts of shape "
+      f"{experts.shape}; they must be ({n}, layers, experts of each), or None"
     )
   if completion.stop_reason not in ("stop", "length"):
     raise ValueError(

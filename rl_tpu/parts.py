@@ -205,6 +205,7 @@ class Config:
         f">= config.engine.context_length, {self.engine.context_length}"
       )
     self._check_head()
+    self._check_replay()
     if self.pretrained is not None:
       with _refusing("config.pretrained"):
         huggingface.check(self.pretrained, transformer.Policy(self.model))
@@ -226,6 +227,20 @@ class Config:
       raise ConfigError(
         f"config.engine.behavior_top_k is {kept}; "
         f"config.algorithm needs {wanted}"
+      )
+
+  def _check_replay(self) -> None:
+    """The generator must record the experts that the learner replays."""
+    replay, recorded = self.learner.router_replay, self.engine.record_experts
+    if replay != recorded:
+      raise ConfigError(
+        f"config.engine.record_experts is {recorded}; it must be {replay}, as "
+        "config.learner.router_replay is"
+      )
+    if replay and not self.model.num_experts:
+      raise ConfigError(
+        "config.learner.router_replay is True; it must be False, as "
+        "config.model has no experts (num_experts 0)"
       )
 
   @property

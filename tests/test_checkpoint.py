@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from orbax.checkpoint._src.path import atomicity
 
 from rl_tpu import checkpoint, sharding
 from rl_tpu.types import Chunk, Group, Prompt, Trajectory, Turn
@@ -232,3 +233,53 @@ def test_weights_that_another_process_wrote_first_stay(tmp_path):
   got = checkpoint.restore_params(tmp_path / "weights", abstract())
   np.testing.assert_array_equal(got["w"], state(5.0)["w"])
   assert [path.name for path in tmp_path.iterdir()] == ["weights"]
+
+
+def round_trip(path, state, template):
+  saver = checkpoint.Checkpointer(path)
+  saver.save(1, state, {"none": np.zeros(1)}, {})
+  saver.close()
+  reader = checkpoint.Checkpointer(path)
+  try:
+    return reader.restore_latest(template).state
+  finally:
+    reader.close()
+
+
+def like(tree):
+  where = sharding.named(
+    sharding.make_mesh(sharding.MeshShape(), jax.devices())
+  )
+  return jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree
+  )
+
+
+def test_H24_keys_come_back_as_keys_and_integers_as_integers(tmp_path):
+  state = {"key": jax.random.key(42), "by_number": {0: jnp.ones(2), 1: 2.0}}
+  state["by_number"][1] = jnp.full(3, 2.0)
+  got = round_trip(tmp_path, state, like(state))
+  assert str(got["key"].dtype) == "key<fry>"
+  assert float(jax.random.uniform(got["key"])) == np.float32(0.48870957)
+  assert set(got["by_number"]) == {0, 1}
+  np.testing.assert_array_equal(got["by_number"][1], np.full(3, 2.0))
+
+
+def test_H24_a_key_of_another_generator_is_not_taken_for_ours(tmp_path):
+  state = {"key": jax.random.key(42, impl="rbg")}
+  with pytest.raises(ValueError, match=r"'key'.*key<rbg>.*key<fry>"):
+    round_trip(tmp_path, state, like({"key": jax.random.key(0)}))
+
+
+def test_X17_a_save_that_failed_behind_the_run_raises_by_the_next(
+  tmp_path, monkeypatch
+):
+  def full(*_, **__):
+    raise OSError("no space left on device")
+
+  saver = checkpoint.Checkpointer(tmp_path)
+  with monkeypatch.context() as patched:
+    patched.setattr(atomicity.AtomicRenameTemporaryPath, "finalize", full)
+    saver.save(1, state(), {"none": np.zeros(1)}, {})
+    with pytest.raises(OSError, match="no space left"):
+      saver.save(2, state(), {"none": np.zeros(1)}, {})

@@ -104,8 +104,10 @@ def test_H04_microbatch_size_changes_nothing(rows, trained):
   [
     sharding.MeshShape(fsdp=2, tensor=2),
     sharding.MeshShape(data=2, fsdp=2, tensor=2),
+    sharding.MeshShape(fsdp=2, sequence=2, tensor=2),
+    sharding.MeshShape(sequence=4),
   ],
-  ids=["2x2", "2x2x2"],
+  ids=["2x2", "2x2x2", "2x2x2 with parts of rows", "4 parts of rows"],
 )
 def test_X08_a_mesh_trains_as_one_device_does(shape, trained):
   it, state = make(shape=shape)
@@ -423,8 +425,12 @@ def test_loads_of_experts_are_those_of_the_whole_batch(experts_trained):
 
 @pytest.mark.parametrize(
   ("rows", "shape"),
-  [(8, None), (4, sharding.MeshShape(fsdp=2, tensor=2, expert=2))],
-  ids=["microbatches", "mesh"],
+  [
+    (8, None),
+    (4, sharding.MeshShape(fsdp=2, tensor=2, expert=2)),
+    (4, sharding.MeshShape(sequence=2, tensor=2, expert=2)),
+  ],
+  ids=["microbatches", "mesh", "parts of rows"],
 )
 def test_X08_H04_experts_train_alike_however_they_are_split(
   rows, shape, experts_trained

@@ -428,6 +428,17 @@ def test_an_evaluation_that_the_generator_failed_leaves_no_row(
   assert evaluated(config) == [0]
 
 
+def test_X17_the_last_batch_is_saved_though_it_is_off_the_interval(base):
+  config = tiny_run.get_config(base / "off", batches=3, checkpoint_every=2)
+  train.run(config, Quiet())
+  saved = config.run_directory / "checkpoints"
+  assert sorted(path.name for path in saved.iterdir()) == ["2", "3"]
+  for part in checkpoint.PARTS:
+    assert (saved / "3" / part).is_dir()
+  rows = metrics.read_csv(config.run_directory / "metrics.csv")
+  assert rows[-1]["batch"] == 3
+
+
 def test_evaluating_a_run_leaves_its_files_alone(base):
   config = tiny_run.get_config(fresh(base), checkpoint_every=2)
   with pytest.raises(ConfigError, match="nothing to evaluate"):

@@ -96,7 +96,7 @@ def test_cached_decode_equals_the_full_forward(kv_heads, stacks):
     attention.as_cache(keys + garbage, values + garbage)
     for keys, values in prefilled
   ]
-  got, new = policy.decode(params, own, lengths, [(cache, seen)])
+  got, new, _ = policy.decode(params, own, lengths, [(cache, seen)])
   np.testing.assert_allclose(got, expected[jnp.arange(3), lengths], atol=1e-4)
   assert len(prefilled) == len(new) == stacks
   for (keys, _), (own_keys, _) in zip(prefilled, new, strict=True):

@@ -31,11 +31,12 @@ SERVICE = Service(
 def pod(tmp_path):
   """Makes a config of one generator; `engine` and `simulate` take changes."""
 
-  def make(*, slots=1, context_length=64, simulated=(), **changes):
+  def make(*, slots=1, steps=1, context_length=64, simulated=(), **changes):
     config = get_config(tmp_path)
     engine = dataclasses.replace(
       config.engine,
       slots=slots,
+      steps_per_dispatch=steps,
       context_length=context_length,
       prefill_buckets=(context_length,),
     )
@@ -230,6 +231,40 @@ def test_an_answer_in_flight_has_the_versions_of_its_tokens(pod):
   )
   # Generation alone takes time: training a batch ends one step into the next.
   assert found.batches[2].staleness == {0: 23, 1: 1}
+
+
+def test_a_slot_is_free_when_the_dispatch_of_its_last_token_ends(pod):
+  found = outcome(pod(schedule="sync", group_size=2, steps=4))
+  assert found.batches[0].taken == pytest.approx(2 * 8)
+  assert found.batches[0].tokens == 2 * 5
+
+
+def test_new_weights_wait_for_the_end_of_a_dispatch(pod):
+  service = dataclasses.replace(SERVICE, update_per_batch=6.0, swap=2.0)
+  simulated = {"service": service, "lengths": Distribution(mean=12)}
+  found = outcome(pod(interruption="keep", steps=4, simulated=simulated))
+  # They come at 18, amid the second dispatch of an answer that began at 12.
+  assert found.batches[1].taken == pytest.approx(12 + 12 + 2)
+  assert found.batches[1].staleness == {1: 8, 0: 4}
+
+
+@pytest.mark.parametrize("schedule", ["sync", "async"])
+def test_nothing_starts_that_would_be_too_stale_while_weights_travel(
+  pod, schedule
+):
+  service = dataclasses.replace(SERVICE, travel=3.0)
+  config = pod(
+    schedule=schedule, max_staleness=0, simulated={"service": service}
+  )
+  taken = [batch.taken for batch in outcome(config).batches]
+  assert taken[:3] == pytest.approx([5, 5 + 18, 5 + 2 * 18])
+
+
+def test_both_sides_go_on_while_weights_travel(pod):
+  service = dataclasses.replace(SERVICE, travel=3.0)
+  found = outcome(pod(max_staleness=2, simulated={"service": service}))
+  # The learner is the limit; it has a batch in stock.
+  assert [b.asked for b in found.batches[:4]] == pytest.approx([0, 15, 25, 35])
 
 
 def test_turns_and_a_slow_environment_add_up(pod):

@@ -127,10 +127,12 @@ def read(config: parts.Config, seen: dict[str, Any]) -> dict[str, Any]:
   origin = seen["train"]["origin"] if "serve" in seen else 0.0
   events = [(kind, start - origin, end - origin) for kind, start, end in events]
   waited = total(window.of(logged["learner"], "wait"))
-  admissions = [
-    (at - seen["train"]["origin"], n) for at, n in generator["admissions"]
+  admitted = [
+    n
+    for at, n in generator["admissions"]
+    if window.begin <= at - seen["train"]["origin"] <= window.end
   ]
-  working, times = generator_times(config, window, events, admissions)
+  working, times = generator_times(config, window, events, admitted)
   rows = rows[1:]
   tokens = sum(row["action_tokens"] for row in rows)
   stale = sum(row["action_tokens"] * row["staleness_mean"] for row in rows)
@@ -154,15 +156,13 @@ def total(intervals: list[tuple[float, float]]) -> float:
 
 
 def generator_times(
-  config: parts.Config,
-  window: Window,
-  events: list,
-  admissions: list[tuple[float, int]],
+  config: parts.Config, window: Window, events: list, admitted: list[int]
 ) -> tuple[float, dict[str, float]]:
   """Seconds that a generator worked, and what each of its acts takes.
 
-  The host's time between two acts is shared among them. `admissions` are times
-  and numbers of sequences prefilled together.
+  The host's time between two acts is shared among them. `admitted` are numbers
+  of new sequences prefilled together; the log has the prefills of interrupted
+  ones in the time of weights.
   """
   acts = {
     kind: window.of(events, kind) for kind in ("generate", "prefill", "weights")
@@ -174,12 +174,7 @@ def generator_times(
   count = {kind: max(1, len(seconds)) for kind, seconds in acts.items()}
   mean = {kind: total(acts[kind]) / count[kind] + each for kind in acts}
   batch = config.engine.prefill_batches[-1]
-  # The log has interrupted sequences' prefills in the time of weights.
-  calls = sum(
-    -(-n // batch)
-    for at, n in admissions
-    if any(start <= at <= end for start, end in acts["prefill"])
-  )
+  calls = sum(-(-n // batch) for n in admitted)
   return total(turns) + host, {
     "decode_step": mean["generate"] / config.engine.steps_per_dispatch,
     "prefill_call": mean["prefill"] * count["prefill"] / calls,

@@ -156,11 +156,12 @@ class Notes(View):
 
 
 def watch_engine() -> list[tuple[float, int]]:
-  """When sequences were admitted, and how many."""
+  """When sequences were admitted, and how many of them were new."""
   seen, admit = [], engine.PolicyEngine.admit
 
   def noting(self, weights, state, admissions):
-    seen.append((time.monotonic(), len(admissions)))
+    new = [a for a in admissions if len(a.tokens) == len(a.request.tokens)]
+    seen.append((time.monotonic(), len(new)))
     return admit(self, weights, state, admissions)
 
   engine.PolicyEngine.admit = noting

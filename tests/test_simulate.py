@@ -1,6 +1,7 @@
 """The simulated pod against what can be worked out by hand, and the paper."""
 
 import asyncio
+import csv
 import dataclasses
 import importlib.util
 import itertools
@@ -12,6 +13,7 @@ import sys
 import pytest
 from tiny_run import get_config
 
+from experiments.areal import simulated_study as study
 from rl_tpu import config as configs
 from rl_tpu import parts, simulate
 from rl_tpu.types import Sampling
@@ -362,25 +364,10 @@ def test_recomputing_costs_the_generators_and_shows_in_their_shares(pod):
 # The paper.
 
 
-def areal(arg, **simulated):
-  path = ROOT / "experiments/areal/simulated_pod.py"
-  spec = importlib.util.spec_from_file_location("simulated_pod", path)
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  config = configs.build(parts.Config, module.get_config(arg))
-  return dataclasses.replace(
-    config, simulate=dataclasses.replace(config.simulate, **simulated)
-  )
-
-
 @pytest.mark.slow
 def test_the_papers_pod_has_the_step_and_the_plateau_of_figure_5c():
-  base = areal("staleness", batches=10, warm_up=4)
-  rates = [
-    rate(dataclasses.replace(base, max_staleness=limit))
-    for limit in (0, 1, 2, 4)
-  ]
-  gains = [r / rates[0] for r in rates]
+  rows = study.by_staleness(batches=10, warm_up=4)
+  gains = [float(row["gain"]) for row in itertools.islice(rows, 4)]
   # AReaL: 1, 2.09, 2.77, 2.77.
   assert 1.6 < gains[1] < 2.5
   assert 2.0 < gains[2] < 3.2
@@ -389,12 +376,38 @@ def test_the_papers_pod_has_the_step_and_the_plateau_of_figure_5c():
 
 
 @pytest.mark.slow
-def test_the_papers_pod_gains_as_much_from_async_as_table_1():
-  gain = rate(areal("async", batches=14, warm_up=6)) / rate(
-    areal("sync", batches=4, warm_up=1)
-  )
-  # AReaL's rows are 2.77, 2.27, 2.23 and 1.64.
-  assert 1.64 < gain < 2.77
+def test_the_papers_pods_gain_from_async_and_large_models_less():
+  rows = list(study.by_model(batches=10, warm_up=4))
+  gains = [float(row["gain"]) for row in rows[1::2]]
+  # AReaL: 2.77, 2.27, 2.23, 1.64.
+  assert gains == sorted(gains, reverse=True)
+  assert 1.8 < gains[0] < 2.8
+  assert 1.2 < gains[-1]
+
+
+def test_the_committed_study_is_of_all_pods_and_compares_the_papers_figures():
+  with study.RESULTS.open() as file:
+    rows = {row["setting"]: row for row in csv.DictReader(file)}
+  papers = {str(k).lower(): v for k, v in study.FIGURE_5C.items()}
+  papers |= {f"async-{name}": gain for name, gain in study.TABLE_1.items()}
+  papers |= {f"sync-{name}": 1.0 for name in study.TABLE_1}
+  assert {k: float(row["paper_gain"]) for k, row in rows.items()} == papers
+  rate = lambda setting: float(rows[setting]["tokens_per_second"])  # noqa: E731
+  for name in study.TABLE_1:
+    gain = rate(f"async-{name}") / rate(f"sync-{name}")
+    assert float(rows[f"async-{name}"]["gain"]) == pytest.approx(gain, abs=0.01)
+
+
+def test_a_small_part_of_the_study_says_what_the_whole_does():
+  config = study.pod("staleness", batches=3, warm_up=1, grain=1024)
+  config = dataclasses.replace(config, groups_per_batch=8)
+  config = dataclasses.replace(config, max_running_groups=32)
+  rates = [
+    study.figures(dataclasses.replace(config, max_staleness=limit))
+    for limit in (0, 1, 4)
+  ]
+  none, one, four = (rate["tokens_per_second"] for rate in rates)
+  assert 1.3 * none < one < 1.1 * four
 
 
 # The command.

@@ -60,7 +60,7 @@ def run(config: parts.Config, view: View) -> dict[str, Any]:
     Stopped: SIGINT or SIGTERM came; a checkpoint was written.
     Exception: a part failed; its error, after everything was shut down.
   """
-  team = Team(config.distributed.heartbeat_seconds)
+  team = Team(config.distributed)
   with contextlib.ExitStack() as stack, team.together():
     summary = parts.claim(config)
     newest = policies.newest(config.run_directory / "checkpoints")
@@ -428,7 +428,7 @@ def evaluate_newest(config: parts.Config, view: View) -> dict[str, Any]:
   if not directory.is_dir():
     raise ConfigError(f"{directory} is not there: nothing to evaluate")
   with contextlib.ExitStack() as stack:
-    this = _Run(config.clean, view, Team(), stack)
+    this = _Run(config.clean, view, Team(config.distributed), stack)
     this.open_checkpoints()
     if not this.restore():
       raise ConfigError(f"{directory} holds no checkpoint to evaluate")
@@ -453,6 +453,6 @@ def pretrain_value(config: parts.Config, view: View) -> dict[str, Any]:
       f"{config.algorithm.name}; value pretraining needs >= 1 and a critic"
     )
   with contextlib.ExitStack() as stack:
-    this = Trainer(config, view, Team(), stack)
+    this = Trainer(config, view, Team(config.distributed), stack)
     metrics = this.begin()
   return {"batches": critic.config.pretraining_batches, **metrics}

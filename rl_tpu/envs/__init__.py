@@ -48,6 +48,8 @@ class Step:
   metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
   """What to count, summed over the turns; the log has the mean over a batch's
   trajectories as env_NAME."""
+  answer: str | None = None
+  """What the episode came to, for majority votes: equal answers, equal text."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,6 +149,8 @@ class Reply:
   """Whether the episode is over."""
   metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
   """What to count; see `Step`."""
+  answer: str | None = None
+  """What the episode came to; see `Step`."""
 
 
 class TextEnvironment(abc.ABC):
@@ -193,6 +197,7 @@ class TextEnvironment(abc.ABC):
       reward=reply.reward,
       end=reply.end,
       metrics=reply.metrics,
+      answer=reply.answer,
     )
 
 

@@ -33,6 +33,7 @@ from rl_tpu.envs import (
 )
 from rl_tpu.models.tokenizer import Tokenizer
 from rl_tpu.ops import check_choices, check_fields
+from rl_tpu.rewards import answers
 from rl_tpu.rewards.answers import Form
 from rl_tpu.rewards.workers import Workers
 from rl_tpu.types import EpisodeError, Prompt
@@ -198,7 +199,10 @@ class Environment(TextEnvironment):
     """Has the answer verified."""
     score, failed = await self._task.score(text, self.prompt.metadata["answer"])
     return Reply(
-      reward=score, end=True, metrics={"verifier_failed": float(failed)}
+      reward=score,
+      end=True,
+      metrics={"verifier_failed": float(failed)},
+      answer=answers.voted(text, self._task.config.form),
     )
 
 

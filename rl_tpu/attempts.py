@@ -18,6 +18,7 @@ time-out, a question that does not fit) is wrong, and counted by its kind.
 import asyncio
 import collections
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -25,14 +26,14 @@ from typing import Any
 import numpy as np
 
 from rl_tpu import metrics
-from rl_tpu.envs import Environment, Limits, Split, Step
-from rl_tpu.episode import Generator, run_episode
+from rl_tpu.agents import Stage
+from rl_tpu.envs import Agent, Environment, Limits, Split
+from rl_tpu.episode import Generator
 from rl_tpu.models.tokenizer import Tokenizer
 from rl_tpu.types import (
   EpisodeError,
   Prompt,
   Sampling,
-  StopReason,
   Trajectory,
 )
 
@@ -100,8 +101,8 @@ class Attempt:
   member: int
   """Which attempt at it, 0..n-1."""
   prompt: Prompt
-  trajectory: Trajectory | None
-  """None where it failed."""
+  trajectories: tuple[Trajectory, ...] = ()
+  """One, or those of an agent's branches; none where it failed."""
   answer: str | None = None
   """What it came to, where the environment says so."""
   error: str | None = None
@@ -112,28 +113,12 @@ class Attempt:
   @property
   def reward(self) -> float:
     """Its outcome; 0 where it failed."""
-    return 0.0 if self.trajectory is None else self.trajectory.outcome
-
-
-class _Heard:
-  """An environment that remembers what its last step said."""
-
-  def __init__(self, environment: Environment):
-    self._environment = environment
-    self.answer: str | None = None
-
-  async def reset(self) -> np.ndarray:
-    return await self._environment.reset()
-
-  async def step(self, action: np.ndarray, stop_reason: StopReason) -> Step:
-    step = await self._environment.step(action, stop_reason)
-    self.answer = step.answer
-    return step
+    return self.trajectories[0].outcome if self.trajectories else 0.0
 
 
 async def attempt(
   generator: Generator,
-  make_environment: Callable[[Prompt], Environment],
+  make_environment: Callable[[Prompt], Environment | Agent],
   prompts: Sequence[Prompt],
   *,
   sampling: Sampling,
@@ -161,16 +146,16 @@ async def attempt(
     ended: told of each one as it ends.
   """
   places = asyncio.Semaphore(running or len(prompts) * attempts)
+  stage = Stage()
 
   async def one(question: int, member: int) -> Attempt:
     prompt = prompts[question]
-    said: dict[str, Any] = {"trajectory": None}
+    said: dict[str, Any] = {}
     async with places:
       try:
-        heard = _Heard(make_environment(prompt))
-        said["trajectory"] = await run_episode(
+        played = await stage.play(
           generator,
-          heard,
+          make_environment(prompt),
           prompt,
           member=member,
           sampling=sampling,
@@ -179,7 +164,8 @@ async def attempt(
           max_trajectory_tokens=max_trajectory_tokens,
           limits=limits,
         )
-        said["answer"] = heard.answer
+        said["trajectories"] = played.trajectories
+        said["answer"] = played.answer
       except Exception as error:  # Counted, and wrong.
         said["error"] = str(error) or repr(error)
         named = isinstance(error, EpisodeError)
@@ -276,7 +262,7 @@ def figures(attempts: Sequence[Attempt], config: Config) -> dict[str, Any]:
         for q, row in rows.items()
       )
       found[f"maj@{k}"] = float(np.mean(list(votes)))
-  good = [a.trajectory for a in attempts if a.trajectory is not None]
+  good = [trajectory for one in attempts for trajectory in one.trajectories]
   kinds = collections.Counter(a.kind for a in attempts if a.kind is not None)
   found |= {"questions": len(rows), "attempts": len(attempts)}
   found |= {"failed": kinds.total()}
@@ -292,7 +278,8 @@ def figures(attempts: Sequence[Attempt], config: Config) -> dict[str, Any]:
 def record(attempt: Attempt, tokenizer: Tokenizer) -> dict[str, Any]:
   """One line of the results: the question, what was said in turn, the verdict.
 
-  A turn is a list of who spoke and the text; special ids have none.
+  A turn is a list of who spoke and the text; special ids have none. An agent's
+  branches after the first have their turns in `branches`, the prompt included.
   """
   line: dict[str, Any] = {
     "question": attempt.question,
@@ -304,18 +291,31 @@ def record(attempt: Attempt, tokenizer: Tokenizer) -> dict[str, Any]:
     "prompt": tokenizer.decode(attempt.prompt.tokens),
     "turns": [],
   }
-  trajectory = attempt.trajectory
-  if trajectory is None:
+  if not attempt.trajectories:
     return line
-  begin = len(attempt.prompt.tokens)
-  mask = trajectory.action_mask
-  bounds = [begin, *(np.flatnonzero(np.diff(mask[begin:])) + begin + 1)]
-  for start, end in zip(bounds, [*bounds[1:], len(mask)], strict=True):
-    who = "policy" if mask[start] else "environment"
-    line["turns"].append([who, tokenizer.decode(trajectory.tokens[start:end])])
+  first, *others = attempt.trajectories
+  (_, prompt), *turns = _turns(first, tokenizer)
+  line |= {"prompt": prompt, "turns": turns}
+  if others:
+    line["branches"] = [_turns(other, tokenizer) for other in others]
   return line | {
-    "stop_reason": trajectory.stop_reason,
-    "action_tokens": int(mask.sum()),
-    "version": trajectory.oldest_version,
-    "metrics": dict(trajectory.metrics),
+    "stop_reason": first.stop_reason,
+    "action_tokens": int(
+      sum(t.action_mask.sum() for t in attempt.trajectories)
+    ),
+    "version": min(t.oldest_version for t in attempt.trajectories),
+    "metrics": dict(first.metrics),
   }
+
+
+def _turns(trajectory: Trajectory, tokenizer: Tokenizer) -> list[list[str]]:
+  """Who spoke and what, in turn; the prompt first."""
+  mask = trajectory.action_mask
+  bounds = [0, *(np.flatnonzero(np.diff(mask)) + 1), len(mask)]
+  return [
+    [
+      "policy" if mask[start] else "environment",
+      tokenizer.decode(trajectory.tokens[start:end]),
+    ]
+    for start, end in itertools.pairwise(bounds)
+  ]

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from rl_tpu import attempts, metrics
-from rl_tpu.envs import Environment, Limits
+from rl_tpu.envs import Agent, Environment, Limits
 from rl_tpu.episode import Generator
 from rl_tpu.types import Prompt, Sampling
 
@@ -41,7 +41,7 @@ class Config:
 
 async def evaluate(
   generator: Generator,
-  make_environment: Callable[[Prompt], Environment],
+  make_environment: Callable[[Prompt], Environment | Agent],
   prompts: Sequence[Prompt],
   *,
   sampling: Sampling,
@@ -72,8 +72,10 @@ async def evaluate(
       max_trajectory_tokens=max_trajectory_tokens,
       limits=limits,
     )
-    good = [one.trajectory for one in made if one.trajectory is not None]
-    counted = metrics.describe_environments(good)
+    good = [one for one in made if one.trajectories]
+    counted = metrics.describe_environments(
+      [trajectory for one in good for trajectory in one.trajectories]
+    )
     total = sum(one.reward for one in made)
     return total / len(made), len(made) - len(good), counted
 

@@ -88,9 +88,8 @@ def _text(message: Any) -> Message:
     )
   content = message.get("content") or ""
   if isinstance(content, list):
-    if not all(
-      isinstance(p, dict) and p.get("type") == "text" for p in content
-    ):
+    parts = [part for part in content if isinstance(part, dict)]
+    if parts != content or {part.get("type") for part in parts} - {"text"}:
       raise MalformedError("content must be text, whole or in parts")
     content = "".join(str(part.get("text", "")) for part in parts)
   if not isinstance(content, str):

@@ -48,7 +48,8 @@ def make(name, tmp_path, **changes):
 
 
 def test_every_task_is_looked_at_here():
-  assert set(CONFIGS) == set(envs.names())
+  # What an agent does is its own code's business: tests/agents.
+  assert set(CONFIGS) | {"agent"} == set(envs.names())
 
 
 @pytest.mark.parametrize("name", CONFIGS)

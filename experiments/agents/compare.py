@@ -26,7 +26,7 @@ from rl_tpu import metrics
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-RESULTS = pathlib.Path(__file__).parent / "results"
+RESULTS = pathlib.Path("experiments/agents/results")
 FIELDS = (
   *("reward", "heldout_accuracy", "heldout_greedy", "heldout_failed"),
   *("env_tool_calls", "env_tool_errors", "truncated", "action_tokens"),
@@ -62,7 +62,7 @@ def train(method: str, seed: int) -> list[metrics.Row]:
   Raises:
     CalledProcessError: it failed.
   """
-  config = pathlib.Path(__file__).with_name("methods.py")
+  config = RESULTS.with_name("methods.py")
   command = [sys.executable, "-m", "rl_tpu", "train"]
   command += [f"--config={config}:{method}", f"--config.seed={seed}"]
   done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)

@@ -20,7 +20,7 @@ from rl_tpu.config import Choice, to_config_dict
 METHODS = ("sao", "grpo_dis", "running_mean", "running_mean_global")
 
 
-def get_config(method: str) -> ml_collections.ConfigDict:
+def get_config(method: str = "sao") -> ml_collections.ConfigDict:
   """The tool task's config with another method; SAO is as it is there."""
   if method not in METHODS:
     raise ValueError(f"method is {method!r}; it must be one of {METHODS}")

@@ -18,7 +18,6 @@ await (a plain function) runs in a thread of its own.
 
 import dataclasses
 import functools
-import hashlib
 import importlib
 import json
 import pathlib
@@ -27,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from rl_tpu import records
 from rl_tpu.envs import (
   Agent,
   Endpoint,
@@ -88,8 +88,7 @@ class Task:
   def fingerprint(self) -> str:
     """The config and the file's contents; rows do not depend on the agent."""
     config = dataclasses.asdict(self.config)
-    contents = pathlib.Path(self.config.path).read_bytes()
-    config["contents"] = hashlib.sha256(contents).hexdigest()
+    config["contents"] = records.digest(self.config.path)
     return json.dumps(config, sort_keys=True)
 
   def records(self, split: Split) -> Iterator[Mapping[str, Any]]:
@@ -97,18 +96,11 @@ class Task:
     return of_split(self._rows(), split, self.config.heldout_fraction)
 
   def _rows(self) -> Iterator[tuple[str, dict[str, str]]]:
-    with open(self.config.path, encoding="utf-8") as file:
-      for number, line in enumerate(file, 1):
-        if not line.strip():
-          continue
-        row = json.loads(line)
-        if not isinstance(row, dict) or self.config.question_field not in row:
-          raise ValueError(
-            f"{self.config.path}: line {number} is no object with the field "
-            f"{self.config.question_field!r}"
-          )
-        text = json.dumps(row, sort_keys=True)
-        yield text, {"row": text}
+    config = self.config
+    for row in records.read(config.path):
+      records.field(row, config.question_field, config.path)
+      text = json.dumps(row, sort_keys=True)
+      yield text, {"row": text}
 
   def prompt(self, row: Mapping[str, Any], index: int) -> Prompt:
     """The row, and its question as tokens."""

@@ -140,5 +140,5 @@ def test_a_row_without_the_question_is_named(tmp_path):
   path.write_text('{"question": "1?"}\n\n{"q": "2?"}\n')
   config = agents.Config(function="chat_agents:loner", path=str(path))
   task = agents.Task(config, ByteTokenizer())
-  with pytest.raises(ValueError, match="line 3"):
+  with pytest.raises(ValueError, match="no field 'question'"):
     list(task.records("train"))

@@ -15,12 +15,14 @@ from rl_tpu.envs import (
   encode_question,
 )
 from rl_tpu.models.tokenizer import ByteTokenizer
+from rl_tpu.rewards import judge
 from rl_tpu.types import EpisodeError, Prompt
 
 CONFIGS = {
   "calculator": {"size": 400},
   "countdown": {"size": 400, "numbers": 3},
   "guess_number": {"least": 20, "largest": 30},
+  "judged": {},
   "math": {},
   "python_tool": {},
   "reasoning_gym": {"size": 200},
@@ -30,11 +32,13 @@ CONFIGS = {
 
 def make(name, tmp_path, **changes):
   settings = CONFIGS[name] | changes
-  if name == "math":
+  if name in ("math", "judged"):
     path = tmp_path / "questions.jsonl"
     lines = [{"question": f"{i}+1?", "answer": str(i + 1)} for i in range(100)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     settings["path"] = str(path)
+  if name == "judged":
+    settings["judge"] = judge.Config(url="http://x", model="m", criteria="c")
   if name == "python_tool":
     inner = envs.get("reasoning_gym").Config(size=200)
     settings["questions"] = inner

@@ -62,7 +62,8 @@ class Limits:
 
   step_seconds: float = 600.0
   """Longest wait for one answer of an environment, > 0; infinite is no limit.
-  It must not block its thread: other episodes live on it too."""
+  A coroutine must not block: other episodes live on its thread too. What may
+  block belongs in a plain function, which has a thread of its own."""
   observation_tokens: int = 32_768
   """Most tokens of one observation, the prompt included, >= 1."""
   empty_observations: bool = False

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 
 import numpy as np
 import pytest
@@ -99,6 +100,20 @@ def test_a_lone_surrogate_is_no_observation_and_says_so():
   with pytest.raises(EpisodeError) as caught:
     asyncio.run(Parrot("caf\udce9").step(ids("x"), "stop"))
   assert caught.value.kind == "observation_not_text"
+
+
+def test_an_environment_of_plain_functions_has_a_thread_for_each():
+  threads = []
+
+  class Plain(TextEnvironment):
+    def answer(self, text):
+      threads.append(threading.current_thread())
+      return Reply(text=f"{text}!")
+
+  plain = Plain(TOKENIZER, Prompt(index=0, tokens=np.ones(1, np.int32)))
+  step = asyncio.run(plain.step(ids("x"), "stop"))
+  assert TOKENIZER.decode(step.observation) == "x!"
+  assert threads[0] is not threading.main_thread()
 
 
 def test_an_action_that_is_no_utf8_reaches_the_environment_as_text():

@@ -20,7 +20,7 @@ commands:
   train     train, or go on from the newest checkpoint of the same run
   sft       only the supervised warm start that train begins with, cached
   value     only the value pretraining after it (sao, vapo), cached
-  evaluate  held-out accuracy of the newest checkpoint of a run
+  evaluate  attempts at a task's questions by any checkpoint: pass@k, maj@k
   serve     the generator as a network service, with the newest checkpoint
   export    the newest checkpoint as a folder that transformers loads
   compile   what a run would take on TPUs, found on a CPU: memory, time, network
@@ -210,10 +210,10 @@ def _value(config) -> dict[str, Any]:
 
 
 def _evaluate(config) -> dict[str, Any]:
-  from rl_tpu import train
+  from rl_tpu import assess
   from rl_tpu.view import View
 
-  return train.evaluate_newest(config, View(0))
+  return assess.run(config, View(0))
 
 
 def _serve(config) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import jax
 from rl_tpu import actor as actors
 from rl_tpu import (
   algorithms,
+  attempts,
   buffer,
   data,
   envs,
@@ -49,7 +50,7 @@ from rl_tpu.virtual import config as virtual
 
 _PLACES = (
   *("directory", "cache", "resume", "distributed", "remote", "transport"),
-  *("serve", "export", "compile", "simulate"),
+  *("serve", "export", "evaluate", "compile", "simulate"),
 )
 """Fields that say where a run lives and goes to, not what it computes."""
 
@@ -159,6 +160,8 @@ class Config:
     default_factory=huggingface.Export
   )
   """Of the command `export`."""
+  evaluate: attempts.Config = dataclasses.field(default_factory=attempts.Config)
+  """Of the command `evaluate`."""
   compile: topology.Config = dataclasses.field(default_factory=topology.Config)
   """Of the command `compile`."""
   simulate: virtual.Config = dataclasses.field(default_factory=virtual.Config)
@@ -185,6 +188,12 @@ class Config:
       raise ConfigError(
         f"config.schedule is {self.schedule!r}; it must be 'async' where "
         "config.remote names generators, which take weights in their own time"
+      )
+    if self.remote.names_any and self.evaluation.frozen:
+      raise ConfigError(
+        "config.evaluation.frozen is True; it must be False where "
+        "config.remote names generators; run the command evaluate on "
+        "checkpoints instead"
       )
     staleness.staleness_bound(self.max_staleness)
     if staleness.staleness_bound(self.staleness_limit) < self._refresh_lag:

@@ -126,6 +126,7 @@ class _Run(Trainer):
     self._history = parts.make_history(config)
     self._life = secrets.token_hex(8)
     self._driver: Driver | None = None
+    self._frozen: Driver | None = None
     self._fleet: Fleet | None = None
     self.generator = self._make_generator()
     self.evaluations = Evaluations(config, self.task, self._rows, view)
@@ -306,7 +307,24 @@ class _Run(Trainer):
     if self._driver is not None and not self.config.engine.mismatch.exact:
       self.log_evaluation()
       return
-    self.evaluations.start(self.version, self.schedule, self.generator)
+    beside = self.config.evaluation.frozen and self.config.lag is None
+    generator = self._freeze() if beside else self.generator
+    self.evaluations.start(self.version, self.schedule, generator)
+
+  def _freeze(self) -> Driver:
+    """An engine that keeps this version's weights until the next evaluation."""
+    self.evaluations.finish(self.log)
+    if self._frozen is None:
+      self._frozen = parts.make_driver(
+        self.config, self._generator_mesh, self._buffer.fail
+      )
+      self._frozen.update(self._frozen.engine.serve(self.versioned()))
+      self._frozen.warm_up()
+      self._frozen.start()
+      self._stack.callback(self._frozen.stop)
+    else:
+      self._frozen.update(self._frozen.engine.serve(self.versioned()))
+    return self._frozen
 
   def log_evaluation(self) -> None:
     """Evaluates now."""
@@ -416,24 +434,6 @@ class _Run(Trainer):
       "batches": self.config.batches,
       "directory": str(self.config.run_directory),
     }
-
-
-def evaluate_newest(config: parts.Config, view: View) -> dict[str, Any]:
-  """Held-out accuracy of a run's newest checkpoint.
-
-  Raises:
-    ConfigError: the run's directory holds no checkpoint.
-  """
-  directory = config.run_directory / "checkpoints"
-  if not directory.is_dir():
-    raise ConfigError(f"{directory} is not there: nothing to evaluate")
-  with contextlib.ExitStack() as stack:
-    this = _Run(config.clean, view, Team(config.distributed), stack)
-    this.open_checkpoints()
-    if not this.restore():
-      raise ConfigError(f"{directory} holds no checkpoint to evaluate")
-    this.serve()
-    return {"batch": this.version, **this.evaluate()}
 
 
 def pretrain_value(config: parts.Config, view: View) -> dict[str, Any]:

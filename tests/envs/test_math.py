@@ -112,7 +112,7 @@ def test_a_demonstration_has_the_form_asked_for(task):
 @pytest.mark.parametrize(
   ("content", "message"),
   [
-    ('{"question": "q"}\n', "row 0 has no field 'answer'"),
+    ('{"question": "q"}\n', "a row has no field 'answer'"),
     ("{\n", "line 1"),
   ],
 )

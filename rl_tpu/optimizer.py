@@ -113,8 +113,13 @@ class Optimizer:
       ValueError: weights do not divide over the mesh.
     """
     self.config = config
-    self._transformation = _transformation(
-      config, axes, learning_rate, is_frozen
+    unguarded = _transformation(config, axes, learning_rate, is_frozen)
+    if config.moments == "host":
+      unguarded = self._fetching(unguarded)
+    # The guard would apply the update after so many errors; `check_finite`
+    # stops the run first.
+    self._transformation = optax.apply_if_finite(
+      unguarded, max_consecutive_errors=2**30
     )
     self.abstract = State(
       params=abstract_params,
@@ -128,6 +133,24 @@ class Optimizer:
     self.shardings = State(
       params=params, optimizer=self._like_optimizer(moments, mesh)
     )
+
+  def _fetching(
+    self, transformation: optax.GradientTransformation
+  ) -> optax.GradientTransformation:
+    """The same with moments on hosts, fetched for the update alone.
+
+    The guard calls it in a branch that it takes once it has seen the gradient.
+    Anywhere else the compiler would fetch them before the backward pass, and
+    no memory would be saved.
+    """
+
+    def update(updates, state, params=None):
+      state = jax.device_put(state, self._moments_in_use.inner_state)
+      updates, state = transformation.update(updates, state, params)
+      at_rest = self.shardings.optimizer.inner_state
+      return updates, jax.device_put(state, at_rest)
+
+    return optax.GradientTransformation(transformation.init, update)
 
   def _like_optimizer(self, moments: Any, mesh: jax.sharding.Mesh) -> Any:
     """Shardings of the optimizer's state where its moments have these."""
@@ -193,14 +216,9 @@ class Optimizer:
     (summed, metrics), _ = jax.lax.scan(accumulate, zeros, jnp.arange(count))
     scale = Estimate(total=jnp.ones(()), count=metrics["loss"].count)
     mean = jax.tree.map(lambda g: g * scale.mean(empty=0.0), summed)
-    optimizer = state.optimizer
-    if self.config.moments == "host":
-      optimizer = jax.device_put(optimizer, self._moments_in_use)
     updates, optimizer = self._transformation.update(
-      mean, optimizer, state.params
+      mean, state.optimizer, state.params
     )
-    if self.config.moments == "host":
-      optimizer = jax.device_put(optimizer, self.shardings.optimizer)
     params = optax.apply_updates(state.params, updates)
     return State(params=params, optimizer=optimizer), metrics, mean
 
@@ -267,9 +285,6 @@ def _transformation(
       ),
     ),
   )
-  partition = optax.partition(
+  return optax.partition(
     {"trained": trained, "frozen": optax.set_to_zero()}, labels
   )
-  # The guard would apply the update after so many errors; `check_finite`
-  # stops the run first.
-  return optax.apply_if_finite(partition, max_consecutive_errors=2**30)

@@ -45,10 +45,14 @@ class Work:
   """Bytes of its arguments, by what they are."""
   beside: dict[str, int] = dataclasses.field(default_factory=dict)
   """Bytes that lie in HBM while it runs without being its arguments."""
+  on_host: dict[str, int] = dataclasses.field(default_factory=dict)
+  """Bytes in the memory of the device's host, by what they are."""
   experts: int = 0
   """Of a layer; 0 where tokens are not routed."""
   cheap_branches: bool = False
   """Whether its conditionals are about what training does not ask for."""
+  most_turns: int | None = None
+  """Of a loop that turns as often as its arguments say; None: it has none."""
   remedies: str
   """What to change where it does not fit."""
 
@@ -89,7 +93,9 @@ class Estimate:
     self.topology = topology
     self.program = hlo.Program(ops=[], kernels=[], collectives=[], unknown=[])
     if compiled.refused is None:
-      self.program = hlo.read(compiled.text, work.cheap_branches)
+      self.program = hlo.read(
+        compiled.text, work.cheap_branches, work.most_turns
+      )
     self.traffic = _traffic(self.program, topology, devices)
     self.doubts = self._doubts()
 

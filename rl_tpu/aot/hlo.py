@@ -7,9 +7,9 @@ as the loop turns, they are the time that one chip computes:
     cycles = sum_op times(op) * estimated_cycles(op)
 
 Loops have no trip count in the text; it is what the counter is compared with in
-the loop's condition. A loop where that is no constant is listed in `unknown`,
-and sums over it mean nothing. Of a conditional one branch counts, the dearest
-unless told otherwise.
+the loop's condition. Where that is no constant the loop turns as often as it is
+said to at most; or it is listed in `unknown`, and sums over it mean nothing. Of
+a conditional one branch counts, the dearest unless told otherwise.
 
 Collectives have no cycles; they are listed with their bytes and who takes part.
 An asynchronous collective appears in every fusion that goes on while it runs,
@@ -104,17 +104,20 @@ class Program:
 Computations = dict[str, dict[str, Op]]
 
 
-def read(text: str, cheap_branches: bool = False) -> Program:
+def read(
+  text: str, cheap_branches: bool = False, most_turns: int | None = None
+) -> Program:
   """Reads the text of a compiled module.
 
   Args:
     text: of the module.
     cheap_branches: whether of a conditional the cheapest branch counts, not
       the dearest.
+    most_turns: of a loop whose trip count the text does not give.
   """
   computations, entry = parse(text)
   choose = min if cheap_branches else max
-  return _Walk(computations, choose).computation(entry, 1)
+  return _Walk(computations, choose, most_turns).computation(entry, 1)
 
 
 def parse(text: str) -> tuple[Computations, str]:
@@ -242,8 +245,14 @@ def _balanced(text: str, start: int) -> int:
 class _Walk:
   """Goes through a module as it would run."""
 
-  def __init__(self, computations: Computations, choose: Callable[..., Any]):
+  def __init__(
+    self,
+    computations: Computations,
+    choose: Callable[..., Any],
+    most_turns: int | None,
+  ):
     self._computations, self._choose = computations, choose
+    self._most_turns = most_turns
     self._channels: set[str] = set()
 
   def computation(self, name: str, times: int) -> Program:
@@ -262,6 +271,7 @@ class _Walk:
       body, condition = op.attribute("body"), op.attribute("condition")
       assert body is not None and condition is not None
       trips = self._trips(op, inside, condition)
+      trips = self._most_turns if trips is None else trips
       if trips is None:
         yield Program(ops=[], kernels=[], collectives=[], unknown=[op.name])
       yield self.computation(body, times * (1 if trips is None else trips))

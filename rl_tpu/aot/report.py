@@ -1,10 +1,12 @@
 """The command `compile`: what a config would take on TPUs, before there is one.
 
 The learner's update and proximal forward pass, its critic's update and values,
-the generator's prefill and decoding are compiled for the topology by the TPU's
-own compiler, on a CPU. See `estimate` for what the numbers are worth.
+the generator's prefill (of packed rows, where it packs them), the continuation
+of shared prefixes and decoding are compiled for the topology by the TPU's own
+compiler, on a CPU. See `estimate` for what the numbers are worth.
 """
 
+import dataclasses
 import math
 import pathlib
 from collections.abc import Callable, Iterator
@@ -16,6 +18,7 @@ import jax.numpy as jnp
 from rl_tpu import parts, sharding
 from rl_tpu.aot import flops, kernels, programs
 from rl_tpu.aot.estimate import GIB, Estimate, Work
+from rl_tpu.optimizer import HOST_MEMORY
 from rl_tpu.topology import Topology
 
 _SHOWN = 10
@@ -106,7 +109,8 @@ def _trainer(config: parts.Config) -> _Side:
     f"config.learner.microbatch_rows ({config.learner.microbatch_rows}) to "
     "data * fsdp * expert; config.model.remat "
     f"({config.model.remat!r}) = 'full'; lower "
-    f"config.learner.logit_chunk ({config.learner.logit_chunk})"
+    f"config.learner.logit_chunk ({config.learner.logit_chunk}); "
+    f"config.learner.moments ({config.learner.moments!r}) = 'host'"
   )
   rows_of = {"update": rows // config.learner.minibatches}
   passes = {"update": 3, "critic_update": 3}
@@ -125,6 +129,10 @@ def _trainer(config: parts.Config) -> _Side:
     "critic_update": policy | others,
     "update": others | critics,
   }
+  moved = {"optimizer": state.optimizer}
+  if state.critic is not None:
+    moved["critic's optimizer"] = state.critic.optimizer
+  on_host = {name: _bytes(tree, on_host=True) for name, tree in moved.items()}
   found = {}
   for name, one in traced.items():
     own = rows_of.get(name, rows)
@@ -141,6 +149,7 @@ def _trainer(config: parts.Config) -> _Side:
       experts=config.model.num_experts,
       held=held[name],
       beside=beside[name],
+      on_host=on_host,
       remedies=remedies,
     )
     found[name] = (one, work)
@@ -177,42 +186,60 @@ def _generator(config: parts.Config) -> _Side:
     f"({settings.context_length}); raise config.devices.generator.tensor "
     f"({shape.tensor})"
   )
-  prompt = settings.prefill_buckets[-1]
-  batch = engine.batches[-1]
-  works = {
-    "prefill": Work(
-      what=f"{batch} prompts of {prompt} tokens",
-      tokens=batch * prompt,
-      flops=flops.traced(traced["prefill"].jaxpr.jaxpr) / topology.size,
-      ideal_flops=flops.forward(model, batch, prompt, head=False)
-      / topology.size,
-      ideal_attention=flops.attention(model, batch, prompt) / topology.size,
-      experts=model.num_experts,
-      held=held,
-      beside=beside,
-      remedies=remedies + "; lower the last of prefill_batches",
-    ),
-    "decode": Work(
-      what=f"{settings.slots} slots, {settings.steps_per_dispatch} steps, "
-      "sampled without filters",
-      cheap_branches=True,
-      experts=model.num_experts,
-      tokens=settings.slots * settings.steps_per_dispatch,
-      flops=flops.traced(traced["decode"].jaxpr.jaxpr) / topology.size,
-      least_bytes=read * settings.steps_per_dispatch,
-      held=held,
-      beside=beside,
-      remedies=remedies,
-    ),
-  }
-  return topology, mesh, {name: (traced[name], works[name]) for name in traced}
+  decode = Work(
+    what=f"{settings.slots} slots, {settings.steps_per_dispatch} steps, "
+    "sampled without filters",
+    cheap_branches=True,
+    experts=model.num_experts,
+    tokens=settings.slots * settings.steps_per_dispatch,
+    flops=flops.traced(traced["decode"].jaxpr.jaxpr) / topology.size,
+    least_bytes=read * settings.steps_per_dispatch,
+    held=held,
+    beside=beside,
+    remedies=remedies,
+  )
+  found = {}
+  for name, one in traced.items():
+    work = decode
+    if name != "decode":
+      packs = settings.prompts_per_row if name == "prefill" else 1
+      work = _prefill(config, packs, engine.batches[-1], one, decode)
+    found[name] = (one, work)
+  return topology, mesh, found
 
 
-def _bytes(tree: Any) -> int:
-  """Bytes of a placed abstract tree on one device."""
+def _prefill(
+  config: parts.Config,
+  packs: int,
+  rows: int,
+  traced: jax.stages.Traced,
+  decode: Work,
+) -> Work:
+  """Of full rows of so many prompts, all alike long; `decode` of the side."""
+  settings, model = config.engine, config.model
+  length = settings.prefill_buckets[-1]
+  prompts, each = rows * packs, length // packs
+  chips = config.compile.generator().size
+  return dataclasses.replace(
+    decode,
+    what=f"{prompts} prompts of {each} tokens in rows of {length}",
+    cheap_branches=False,
+    most_turns=prompts,
+    tokens=rows * length,
+    flops=flops.traced(traced.jaxpr.jaxpr) / chips,
+    least_bytes=0.0,
+    ideal_flops=flops.forward(model, prompts, each, head=False) / chips,
+    ideal_attention=flops.attention(model, prompts, each) / chips,
+    remedies=f"{decode.remedies}; lower the last of prefill_batches",
+  )
+
+
+def _bytes(tree: Any, on_host: bool = False) -> int:
+  """Bytes of a placed abstract tree on one device, or on its host."""
   return sum(
     math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
     for leaf in jax.tree.leaves(tree)
+    if (leaf.sharding.memory_kind == HOST_MEMORY) == on_host
   )
 
 
@@ -256,6 +283,9 @@ def _memory(estimate: Estimate) -> Iterator[str]:
   for name, size in sizes.items():
     if abs(size) >= GIB / 200:
       yield f"    {name} {size / GIB:.2f}"
+  for name, size in estimate.work.on_host.items():
+    if size:
+      yield f"    saved, on the chip's host: {name} {size / GIB:.2f}"
 
 
 def _time(estimate: Estimate) -> Iterator[str]:
@@ -345,6 +375,7 @@ def _figures(estimate: Estimate) -> dict[str, Any]:
   return {
     "fits": estimate.fits,
     "hbm_gib": estimate.hbm / GIB if known else None,
+    "host_gib": sum(estimate.work.on_host.values()) / GIB,
     "headroom": estimate.headroom if known else None,
     "compute_seconds_estimated": estimate.seconds,
     "compute_seconds_ideal": estimate.ideal_seconds,

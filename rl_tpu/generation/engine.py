@@ -546,18 +546,21 @@ class PolicyEngine(engine_api.Engine):
     return self._weights, sharding.placed(empty, where)
 
   def traced(self) -> dict[str, jax.stages.Traced]:
-    """The largest prefill and decoding, by name, on their way to a compiler.
+    """The largest of each kind, by name, on their way to a compiler.
 
-    Nothing is allocated: the mesh may be one of described devices.
+    `prefill`, of packed rows where rows hold several sequences; `extend`, of
+    sequences that share a prefix, where any may; `decode`. Nothing is
+    allocated: the mesh may be one of described devices.
     """
     params, state = self.abstract_arguments()
-    bucket, size = self.config.prefill_buckets[-1], self._batches[-1]
-    packed = self._pack_rows([], bucket, size)
+    largest = self.config.prefill_buckets[-1], self._batches[-1]
+    rows, each = self._pack_rows([], *largest), self._pack_each([], *largest)
     with jax.set_mesh(self._mesh):
-      return {
-        "prefill": self._programs.admit.trace(params, state, packed),
-        "decode": self._programs.decode.trace(params, state),
-      }
+      traced = {"prefill": self._programs.admit.trace(params, state, rows)}
+      if self.config.shares_prefixes:
+        traced["extend"] = self._programs.extend.trace(params, state, each)
+      traced["decode"] = self._programs.decode.trace(params, state)
+    return traced
 
   def check_request(self, request: Request) -> None:
     """Refuses what cannot be served.

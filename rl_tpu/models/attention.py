@@ -44,6 +44,10 @@ _PARTIAL = 8
 """Partial gradients of q to aim at. Rows for which they would be more get a
 kernel of their own for it, which computes two products of five again."""
 
+_SCORES = 2**25
+"""Most pairs of a token and an entry that `extended` scores at once, for each
+row and head."""
+
 KEPT = "attention"
 """Name of what splash's backward pass needs of its forward pass, for policies
 of rematerialisation."""
@@ -160,23 +164,34 @@ def extended(
   values: Float[Array, "S C K h"],
   starts: Int[Array, " S"],
 ) -> Float[Array, "S T H h"]:
-  """Attention of new tokens to a cache's first entries, and causally."""
-  slots, new = q.shape[:2]
-  causal = jnp.tril(jnp.ones((new, new), bool))
-  seen = jnp.arange(keys.shape[1]) < starts[:, None]
-  mask = jnp.concatenate(
-    [
-      jnp.broadcast_to(seen[:, None], (slots, new, keys.shape[1])),
-      jnp.broadcast_to(causal, (slots, new, new)),
-    ],
-    axis=-1,
+  """Attention of new tokens to a cache's first entries, and causally.
+
+  As many tokens at once as `_SCORES` allows, one part after the other: all
+  scores of a long row would not fit a device.
+  """
+  new, cached = q.shape[1], keys.shape[1]
+  keys = jnp.concatenate([keys.astype(k.dtype), k], axis=1)
+  values = jnp.concatenate([values.astype(v.dtype), v], axis=1)
+  entry = jnp.arange(cached + new)
+  seen = entry < starts[:, None]
+
+  def attend(first, q):
+    token = first + jnp.arange(q.shape[1])[:, None]
+    causal = (entry >= cached) & (entry - cached <= token)
+    mask = seen[:, None] | causal
+    return jax.nn.dot_product_attention(q, keys, values, mask=mask[:, None])
+
+  most = max(1, _SCORES // (cached + new))
+  if new <= most:
+    return attend(0, q)
+  size = next(n for n in range(most, 0, -1) if new % n == 0)
+  parts = jax.lax.map(
+    lambda first: attend(
+      first, jax.lax.dynamic_slice_in_dim(q, first, size, axis=1)
+    ),
+    jnp.arange(0, new, size),
   )
-  return jax.nn.dot_product_attention(
-    q,
-    jnp.concatenate([keys.astype(k.dtype), k], axis=1),
-    jnp.concatenate([values.astype(v.dtype), v], axis=1),
-    mask=mask[:, None],
-  )
+  return parts.swapaxes(0, 1).reshape(q.shape)
 
 
 def as_cache(

@@ -38,6 +38,7 @@ def get_config() -> ml_collections.ConfigDict:
         context_length=256,
         prefill_buckets=(256,),
         prefill_batches=(2,),
+        prompts_per_row=4,
       ),
       devices=parts.Devices(
         trainer=sharding.MeshShape(fsdp=2, tensor=2),

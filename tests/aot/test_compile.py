@@ -47,23 +47,26 @@ def headline(done):
 
 @pytest.mark.slow
 def test_every_program_of_a_small_run_is_compiled_for_its_topology(cache):
-  """Splash, shards over fsdp and tensor, remat none: about 30 CPU seconds."""
+  """Splash, shards over fsdp and tensor, rows of several prompts: 30 CPU s."""
   done = compile_pod(cache)
   assert done.returncode == 0, done.stderr
   figures = headline(done)
   assert figures["fits"]
-  assert set(figures["programs"]) == {"proximal", "update", "prefill", "decode"}
+  assert set(figures["programs"]) == {
+    *("proximal", "update", "prefill", "extend", "decode"),
+  }
   for program in figures["programs"].values():
     ideal = program["compute_seconds_ideal"]
     assert 0 < ideal < program["compute_seconds_estimated"]
     assert program["collective_bytes"] > 0
   assert 0 < figures["estimated_mfu"] < 1
   assert "x paged_attention" in done.stdout
-  assert done.stderr.count("compiling") == 4
+  assert "8 prompts of 64 tokens in rows of 256" in done.stdout
+  assert done.stderr.count("compiling") == 5
 
   again = compile_pod(cache)
   assert again.stdout == done.stdout
-  assert again.stderr.count("taken from") == 4
+  assert again.stderr.count("taken from") == 5
   assert "compiling" not in again.stderr
 
 
@@ -78,6 +81,7 @@ def test_a_critic_and_experts_are_compiled_and_have_a_time(cache):
     "critic_update",
     "update",
     "prefill",
+    "extend",
     "decode",
   }
   for name, program in found.items():
@@ -107,25 +111,41 @@ def test_memory_of_the_update_does_not_grow_with_vocabulary_times_length(
   cache,
 ):
   def held(length):
-    flags = [
-      f"--config={POD}",
-      "--config.model.vocab_size=32768",
-      "--config.model.remat=full",
+    return update(
+      *(cache, "--config.model.vocab_size=32768", "--config.model.remat=full"),
       f"--config.learner.row_length={length}",
-    ]
-    config = command_line._read_config(["rl_tpu", *flags])
-    mesh = programs.mesh_for(
-      "config.devices.trainer",
-      config.devices.trainer,
-      config.compile.trainer(),
-    )
-    learner, batch = programs.trainer(config, mesh)
-    update = learner.traced(batch)["update"]
-    return programs.compile_cached(update, mesh, cache, lambda line: None).hbm
+    ).hbm
 
   rows, shards = 2, 2  # of a microbatch, and of the vocabulary, on a chip
   logits = 4 * rows * 32768 // shards * (2048 - 512)
   assert held(2048) - held(512) < logits / 4
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+def test_moments_on_hosts_leave_their_bytes_of_a_chip_to_activations(cache):
+  def held(moments):
+    return update(
+      *(cache, "--config.learner.row_length=2048"),
+      f"--config.learner.moments={moments}",
+    )
+
+  on_chip, on_host = held("device"), held("host")
+  moments = on_chip.memory["arguments"] - on_host.memory["arguments"]
+  weights = 2 * 1024 * 256 // 4  # at the least
+  assert moments > 8 * weights
+  assert on_chip.hbm - on_host.hbm > moments / 2
+
+
+def update(cache, *flags):
+  """The compiler's answer for the update of a changed small run."""
+  config = command_line._read_config(["rl_tpu", f"--config={POD}", *flags])
+  mesh = programs.mesh_for(
+    "config.devices.trainer", config.devices.trainer, config.compile.trainer()
+  )
+  learner, batch = programs.trainer(config, mesh)
+  traced = learner.traced(batch)["update"]
+  return programs.compile_cached(traced, mesh, cache, lambda line: None)
 
 
 @pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")

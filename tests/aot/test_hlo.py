@@ -85,7 +85,11 @@ def test_a_loop_whose_trip_count_the_text_does_not_give_is_named(
 ):
   text = LOOPS.replace("FIRST", "0")
   assert known in text
-  assert hlo.read(text.replace(known, unknown)).unknown == ["while.4"]
+  text = text.replace(known, unknown)
+  assert hlo.read(text).unknown == ["while.4"]
+  bounded = hlo.read(text, most_turns=2)
+  assert bounded.unknown == []
+  assert bounded.cycles == 7 + 3 * 2 * 100
 
 
 GATHER = (

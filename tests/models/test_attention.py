@@ -60,6 +60,21 @@ def test_on_a_cpu_there_is_no_tpu():
     assert not sharding.on_tpu()
 
 
+def test_new_tokens_see_the_same_however_many_are_scored_at_once(monkeypatch):
+  keys, values, cached_keys, cached_values = (
+    jax.random.normal(key, (2, 24, 2, 128))
+    for key in jax.random.split(jax.random.key(0), 4)
+  )
+  q = jax.random.normal(jax.random.key(1), (2, 24, 4, 128))
+  arrays = (q, keys, values, cached_keys, cached_values, jnp.array([0, 17]))
+  at_once = attention.extended(*arrays)
+  monkeypatch.setattr(attention, "_SCORES", 7 * 48)
+  np.testing.assert_allclose(attention.extended(*arrays), at_once, atol=1e-5)
+  q = q.at[:, 6:].set(0)
+  parts = attention.extended(q, *arrays[1:])
+  np.testing.assert_allclose(parts[:, :6], at_once[:, :6], atol=1e-5)
+
+
 def test_one_token_sees_several_caches_as_one():
   q, k, v = (x[:, 0] for x in tensors())
   _, keys, values = tensors(kv_heads=2)

@@ -26,6 +26,7 @@ commands:
   compile   what a run would take on TPUs, found on a CPU: memory, time, network
   simulate  what a pod would do, on a virtual clock: throughput, staleness, idle
   report    draw a run's figure again: run.png in its directory
+  figures   remake the papers' figures; takes no --config, see figures --help
 
 FILE defines get_config(ARG); see experiments/quickstart.py. Any field can be
 set, for example --config.seed=1 --config.learner.learning_rate=1e-4.
@@ -54,6 +55,8 @@ _SHORT = {
 
 def main(arguments: list[str]) -> int:
   """Runs one command; returns the exit code."""
+  if arguments[1:2] == ["figures"]:
+    return _figures(arguments[2:])
   asked = {"-h", "--help"} & {*arguments[1:]} or arguments[1:2] == ["help"]
   if len(arguments) < 2 or asked:
     print(USAGE, end="")
@@ -61,7 +64,8 @@ def main(arguments: list[str]) -> int:
   command = COMMANDS.get(arguments[1])
   if command is None:
     print(
-      f"command is {arguments[1]!r}; it must be one of {sorted(COMMANDS)}",
+      f"command is {arguments[1]!r}; it must be one of "
+      f"{sorted([*COMMANDS, 'figures'])}",
       file=sys.stderr,
     )
     return 2
@@ -96,6 +100,20 @@ def main(arguments: list[str]) -> int:
     return processes.INTERRUPTED
   print(json.dumps(figures))
   return 0 if figures.get("fits", True) else 1
+
+
+def _figures(arguments: list[str]) -> int:
+  """The one command without a config of its own: its studies have them."""
+  from rl_tpu.config import ConfigError
+  from rl_tpu.figures import command
+
+  try:
+    figures = command.run(arguments)
+  except ConfigError as error:
+    print(f"rl_tpu: {error}", file=sys.stderr)
+    return 2
+  print(json.dumps(figures))
+  return 0
 
 
 def _read_config(arguments: list[str]):

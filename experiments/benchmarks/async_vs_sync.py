@@ -11,8 +11,9 @@ the least. Then `simulate` predicts each run from what its parts took on
 average: a dispatch, a prefill, a batch, weights. Compared are action tokens
 consumed a second after the warm-up, and idle shares.
 
-Found on two cores that nothing else used (one run of 120 batches each; the
-load at the start, 2.5, was of what had ended before), simulated in brackets; the gain is over the better sync:
+Found on two cores with little else to do (one run of 120 batches each; the load
+of 2.5 at the start was of what had ended before), simulated in brackets; the
+gain is over the better sync:
 
 | latency | | tokens/s | learner idle | generator idle |
 |---|---|---|---|---|
@@ -28,10 +29,11 @@ within 11%. The simulator gives no time to requests between processes, nor to
 the actor's work on the learner's core: probably, but not measured apart, the
 reason why both sides of async idle more than it says. A prediction needs what
 each act takes, not what a line of the log says: one event of a prefill may be
-several calls, that of new weights holds the prefills of what they interrupt, the
-learner is also busy while it logs, a slot is free only when a dispatch ends, and
-weights are on their way for a while. With a load of 9 from elsewhere async made
-a third of sync's tokens, as neither pinned process can move: run it alone.
+several calls, that of new weights holds the prefills of what they interrupt,
+the learner is also busy while it logs, a slot is free only when a dispatch
+ends, and weights are on their way for a while. With a load of 9 from elsewhere
+async made a third of sync's tokens, as neither pinned process can move: run it
+alone.
 
 The last line is JSON: for each run what was `measured` and what was
 `predicted`; by latency the gain of async over the better sync, both ways.

@@ -4,6 +4,7 @@ import logging
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from orbax.checkpoint._src.path import atomicity
 
@@ -225,6 +226,25 @@ def test_a_version_is_saved_once(tmp_path):
     saver.save(version, state(float(version)), arrays, {})
   saver.close()
   assert restore(tmp_path).version == 4
+
+
+def test_X17_a_save_that_failed_in_the_background_raises_by_the_next(
+  tmp_path, monkeypatch
+):
+  def full(self, directory):
+    raise OSError("the disk is full")
+
+  saver = checkpoint.Checkpointer(tmp_path)
+  arrays, _ = checkpoint.pack_groups([])
+  saver.save(1, state(1.0), arrays, {})
+  saver._manager.wait_until_finished()
+  with monkeypatch.context() as patch:
+    patch.setattr(ocp.PyTreeCheckpointHandler, "finalize", full)
+    saver.save(2, state(2.0), arrays, {})
+    with pytest.raises(OSError, match="the disk is full"):
+      saver.save(3, state(3.0), arrays, {})
+  saver.close()
+  assert restore(tmp_path).version == 1
 
 
 def test_weights_that_another_process_wrote_first_stay(tmp_path):

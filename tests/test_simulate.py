@@ -7,6 +7,7 @@ import importlib.util
 import itertools
 import json
 import pathlib
+import shlex
 import subprocess
 import sys
 
@@ -497,6 +498,37 @@ def test_empirical_lengths_are_those_of_a_runs_log(pod, tmp_path):
   tokens = [batch.tokens for batch in found.batches]
   assert set(tokens) == {3, 7}
   assert 16 <= tokens.count(7) < 36
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("question", "axis"),
+  [
+    ("How many generator slices does my trainer need?", "generators"),
+    ("What does the staleness limit cost?", "staleness"),
+  ],
+)
+def test_the_readmes_commands_answer_its_questions(question, axis):
+  text = (ROOT / "README.md").read_text().partition(question)[2]
+  block = text.partition("\n\n")[2].partition("\n\n")[0]
+  command = shlex.split(block.replace("\\\n", ""))
+  assert command[:4] == [".venv/bin/python", "-m", "rl_tpu", "simulate"]
+  # Less of it, for the time that it takes.
+  less = {"batches": 6, "warm_up": 2, "grain": 256}
+  done = subprocess.run(
+    [
+      *(sys.executable, *command[1:]),
+      *(f"--config.simulate.{name}={value}" for name, value in less.items()),
+    ],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    check=True,
+  )
+  figures = json.loads(done.stdout.splitlines()[-1])
+  assert figures[f"enough_{axis}"] > 1
+  idle = [row["learner_idle_share"] for row in figures["sweep"]]
+  assert idle[0] > 0.3 > idle[-1]
 
 
 def test_the_command_ends_with_its_figures_and_says_how_many_are_enough():

@@ -206,6 +206,14 @@ def test_X06_publishing_hangs_on_no_cadence(base, synchronous):
   assert evaluated == [0, 1, 2, 3, 4]
 
 
+def test_X17_the_last_batch_has_a_checkpoint_off_the_interval(
+  base, synchronous
+):
+  config = tiny_run.get_config(fresh(base), checkpoint_every=3)
+  train.run(config, Quiet())
+  assert equal(weights_of(config), synchronous[2])  # Of batch 4, and whole.
+
+
 def test_async_keeps_its_staleness_limit_and_loses_no_prompt(base):
   config = tiny_run.get_config(
     fresh(base), schedule="async", batches=8, max_staleness=1

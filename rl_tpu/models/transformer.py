@@ -30,7 +30,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from rl_tpu import sharding
 from rl_tpu.models import attention, moe, paged, quantization
-from rl_tpu.models.rotary import Scaling, rotary
+from rl_tpu.models.rotary import Scaling, Turns, rotary, turns
 
 Params = dict[str, Any]
 KeysValues = tuple[jax.Array, jax.Array]
@@ -247,23 +247,22 @@ class Attention(nnx.Module):
   def __call__(
     self,
     x: Float[Array, "... D"],
-    positions: Int[Array, "..."],
+    by: Turns,
     attend: Callable[
       [jax.Array, jax.Array, jax.Array], tuple[jax.Array, KeysValues]
     ],
   ) -> tuple[Float[Array, "... D"], KeysValues]:
     """Mixes tokens; returns the new keys and values beside the output.
 
-    `attend` says what they are: as computed, or as a cache holds them.
+    Heads are turned as positions want it. `attend` says what keys and values
+    are: as computed, or as a cache holds them.
     """
     q = self._project("query", "...d,dnh->...nh", x)
     k = self._project("key", "...d,dnh->...nh", x)
     v = self._project("value", "...d,dnh->...nh", x)
     if self.config.qk_norm:
       q, k = self.query_norm(q), self.key_norm(k)
-    q = rotary(q, positions, self.config.rope_theta, self.config.rope_scaling)
-    k = rotary(k, positions, self.config.rope_theta, self.config.rope_scaling)
-    mixed, keys_values = attend(q, k, v)
+    mixed, keys_values = attend(rotary(q, by), rotary(k, by), v)
     # Names of summed axes ascend with their place in memory: einsum sums over
     # them by name, and in another order each step would transpose the weight.
     return self._project("out", "...gh,ghd->...d", mixed), keys_values
@@ -305,14 +304,14 @@ class Block(nnx.Module):
     self.feed_forward_norm = RMSNorm(config.d_model, config.norm_eps)
     self.feed_forward = _feed_forward(config, rngs)
 
-  def __call__(self, x, positions, attend, replayed=None):
+  def __call__(self, x, by: Turns, attend, replayed=None):
     """Adds attention, then the feed-forward block, to the residual stream.
 
     Experts to replay are given as to `moe.mixture`. Returns keys, values and
     routing (None without experts) beside it.
     """
     mixed, keys_values = self.attention(
-      _whole(self.attention_norm(x)), positions, attend
+      _whole(self.attention_norm(x)), by, attend
     )
     x = _by_tokens(x + _scattered(mixed))
     y, routing = self.feed_forward(_whole(self.feed_forward_norm(x)), replayed)
@@ -637,6 +636,7 @@ class Policy:
     """
     layers = params["layers"]
     stacks = layers if isinstance(layers, list) else [layers]
+    by = self._turns(positions)
 
     def body(carry, layer):
       x, held = carry
@@ -648,7 +648,7 @@ class Policy:
         return paged.attend(q, k, v, keys, values, index, positions)
 
       block = _with_params(Block, self.config, weights)
-      x, (held, routed) = block(x, positions, attend)
+      x, (held, routed) = block(x, by, attend)
       return (x, held), routed
 
     x, written = self._embed(params, tokens, "slots"), []
@@ -660,6 +660,11 @@ class Policy:
       routing.append(routed)
     logits = self.logits(params, self._final_norm(params, x))
     return logits, written, _joined(routing)
+
+  def _turns(self, positions: Int[Array, "..."]) -> Turns:
+    config = self.config
+    half = config.head_dim // 2
+    return turns(positions, half, config.rope_theta, config.rope_scaling)
 
   def _embed(self, params, tokens, axis):
     x = params["embedding"][tokens].astype(self.config.compute_dtype)
@@ -680,7 +685,7 @@ class Policy:
     """
     layers = params["layers"]
     stacks = layers if isinstance(layers, list) else [layers]
-    x = _by_tokens(x)
+    x, by = _by_tokens(x), self._turns(positions)
 
     def mix(layer_cache, q, k, v):
       k, v = (quantization.snap_cache(x, self.kv_grid) for x in (k, v))
@@ -689,7 +694,7 @@ class Policy:
     def body(x, layer):
       weights, layer_cache, experts = layer
       block = _with_params(Block, self.config, weights)
-      return block(x, positions, functools.partial(mix, layer_cache), experts)
+      return block(x, by, functools.partial(mix, layer_cache), experts)
 
     policy = _SAVED[self.config.remat]
     if policy is not None and cache is None:

@@ -225,7 +225,9 @@ def test_rotary_scores_depend_on_distance_only():
   q, k = jax.random.normal(jax.random.key(0), (2, 1, 1, 8))
 
   def score(i, j):
-    turn = lambda x, p: transformer.rotary(x, jnp.array([p]), 1e4)  # noqa: E731
+    turn = lambda x, p: transformer.rotary(  # noqa: E731
+      x, transformer.turns(jnp.array([p]), x.shape[-1] // 2, 1e4)
+    )
     return jnp.vdot(turn(q, i), turn(k, j))
 
   np.testing.assert_allclose(score(7, 4), score(3, 0), atol=1e-5)

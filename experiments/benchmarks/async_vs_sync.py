@@ -54,7 +54,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from experiments.benchmarks.async_vs_sync_part import Run, get_config
+from experiments.benchmarks.async_vs_sync_part import Run, make_config
 from rl_tpu import metrics, parts, simulate
 from rl_tpu.virtual.config import Service
 
@@ -106,7 +106,7 @@ def measure(run: Run, cores: list[int]) -> dict[str, Any]:
     if code := trainer.wait():
       raise SystemExit(f"the trainer ended with exit code {code}")
   seen = {r: json.loads(path.read_text()) for r, path in outputs.items()}
-  return read(get_config(run), seen)
+  return read(make_config(run), seen)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,7 +247,7 @@ def main() -> None:
       measured = measure(run, cores)
       found = {
         "measured": measured,
-        "predicted": predict(get_config(run), measured),
+        "predicted": predict(make_config(run), measured),
       }
       for figure in COMPARED:
         real, simulated = (found[k][figure] for k in ("measured", "predicted"))

@@ -56,7 +56,7 @@ class Run:
     return self.port is not None
 
 
-def get_config(run: Run) -> parts.Config:
+def make_config(run: Run) -> parts.Config:
   """The quickstart's task with longer answers, from random weights."""
   base = configs.build(parts.Config, quickstart.get_config(run.schedule))
   latency = Distribution()
@@ -199,7 +199,7 @@ def be_generator(config: parts.Config) -> dict[str, Any]:
 
 def main(role: str, run: str, output: str) -> None:
   """Plays the role, then tells what it saw."""
-  config = get_config(Run(**json.loads(run)))
+  config = make_config(Run(**json.loads(run)))
   jax.config.update("jax_num_cpu_devices", config.devices.trainer.size)
   cache = pathlib.Path("runs/cache/compiled").absolute()
   cache.mkdir(parents=True, exist_ok=True)

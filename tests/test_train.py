@@ -249,7 +249,7 @@ def test_a_directory_of_another_config_is_refused_by_field(synchronous):
 
 
 @pytest.mark.parametrize("schedule", ["sync", "async"])
-def test_an_environment_that_always_fails_ends_the_run(
+def test_H27_an_environment_that_always_fails_ends_the_run(
   base, schedule, monkeypatch
 ):
   async def step(self, action, stop_reason):

@@ -6,6 +6,10 @@ A version holds everything a run resumes from, taken at one moment:
          history as flat arrays, and the generator's weights where they are of
          another version
   meta   version, data cursor, unfinished and dropped prompts, counters (JSON)
+A run that stops some time after it saved its version has the same state, but
+more tokens: `later.npz` in the version holds host and meta of that moment, and
+goes before them.
+
 There are no generator states to save: every random draw is keyed by the seed
 in the config and by what it is drawn for.
 
@@ -15,6 +19,7 @@ warns of each version that it passes over.
 """
 
 import dataclasses
+import json
 import logging
 import math
 import os
@@ -40,6 +45,8 @@ from rl_tpu.types import (
 )
 
 PARTS = ("state", "host", "meta")
+_LATER = "later.npz"
+_META = "later_meta"
 _PER_TOKEN = {
   "tokens": np.int32,
   "action_mask": np.bool_,
@@ -89,14 +96,16 @@ class Checkpointer:
   ) -> None:
     """Starts saving; the state may be donated once this returns.
 
-    A version that was saved or restored last is on disk and not saved again;
-    versions that a restoration passed over make way.
+    Of a version that was saved or restored last the state is on disk, and only
+    what process 0 holds beside it is saved again, at once; versions that a
+    restoration passed over make way.
 
     Raises:
       Exception: an earlier save failed in the background.
     """
     self._manager.check_for_errors()
     if version == self._held:
+      self._save_later(version, host, meta)
       return
     while self._passed_over:
       self._manager.delete(self._passed_over.pop())
@@ -110,6 +119,34 @@ class Checkpointer:
       force=True,
     )
     self._held = version
+
+  def _save_later(self, version: int, host: dict[str, Any], meta: dict) -> None:
+    """Replaces host and meta of a version that is on disk, or is soon."""
+    if jax.process_index() != 0:
+      return
+    self._manager.wait_until_finished()
+    # What is not flat are the generator's weights, as they were.
+    arrays: dict[str, Any] = {
+      name: array
+      for name, array in host.items()
+      if isinstance(array, np.ndarray)
+    }
+    arrays[_META] = np.frombuffer(json.dumps(meta).encode(), np.uint8)
+    final = self.directory / str(version) / _LATER
+    building = final.with_name(f"building-{uuid.uuid4().hex}.npz")
+    np.savez(building, **arrays)
+    os.replace(building, final)
+
+  def _restored(self, version: int, parts: Any) -> Restored:
+    """The parts of a version, as they were when it was saved last."""
+    state, host, meta = (parts[part] for part in PARTS)
+    path = self.directory / str(version) / _LATER
+    if path.exists():
+      with np.load(path) as saved:
+        later = dict(saved)
+      meta = json.loads(later.pop(_META).tobytes())
+      host = host | later
+    return Restored(version=version, state=state, host=host, meta=meta)
 
   def restore_latest(self, abstract_state: Any) -> Restored | None:
     """The newest version that has all its parts; None if there is none.
@@ -148,7 +185,7 @@ class Checkpointer:
       )
       _check_types(parts["state"], abstract_state)
       self._held = version
-      return Restored(version=version, **{part: parts[part] for part in PARTS})
+      return self._restored(version, parts)
     return None
 
   def close(self) -> None:

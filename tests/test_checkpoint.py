@@ -217,15 +217,26 @@ def test_versions_that_were_passed_over_make_way(tmp_path):
   assert sorted(path.name for path in tmp_path.glob("[0-9]*")) == ["20", "40"]
 
 
-def test_a_version_is_saved_once(tmp_path):
+def test_a_versions_state_is_saved_once_and_the_rest_as_it_was_last(tmp_path):
   save(tmp_path, 3)
   saver = checkpoint.Checkpointer(tmp_path)
-  arrays, _ = checkpoint.pack_groups([])
   assert saver.restore_latest(abstract()).version == 3
-  for version in (3, 4, 4):
-    saver.save(version, state(float(version)), arrays, {})
+  for more in range(4):
+    arrays, described = checkpoint.pack_groups([group(n) for n in range(more)])
+    meta = {"groups": described, "actor": {"next_index": more}}
+    version = 3 if more < 2 else 4
+    saver.save(version, state(float(10 * version + more)), arrays, meta)
+    if more == 1:
+      got = restore(tmp_path)
+      assert got.version == 3
+      assert got.meta["actor"] == {"next_index": 1}
+      np.testing.assert_array_equal(got.state["w"], state(3.0)["w"])
   saver.close()
-  assert restore(tmp_path).version == 4
+  got = restore(tmp_path)
+  assert got.version == 4
+  np.testing.assert_array_equal(got.state["w"], state(42.0)["w"])
+  again = checkpoint.unpack_groups(got.host, got.meta["groups"])
+  assert [one.prompt.index for one in again] == [0, 1, 2]
 
 
 def test_X17_a_save_that_failed_in_the_background_raises_by_the_next(

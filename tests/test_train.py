@@ -249,7 +249,7 @@ def test_a_directory_of_another_config_is_refused_by_field(synchronous):
 
 
 @pytest.mark.parametrize("schedule", ["sync", "async"])
-def test_an_environment_that_always_fails_ends_the_run(
+def test_H27_an_environment_that_always_fails_ends_the_run(
   base, schedule, monkeypatch
 ):
   async def step(self, action, stop_reason):
@@ -339,10 +339,14 @@ def test_a_signal_stops_at_any_moment_and_nothing_is_lost(
   assert_each_prompt_once(config)
 
 
+@pytest.mark.parametrize("checkpoint_every", [10, 1])
 def test_a_resumed_run_goes_on_from_the_tokens_of_unfinished_episodes(
-  base, monkeypatch
+  base, monkeypatch, checkpoint_every
 ):
-  """Sync, so that the run can be compared with one that was never cut."""
+  """Sync, so that the run can be compared with one that was never cut.
+
+  It is cut while the batch is sampled whose version may have been saved.
+  """
   whole = tiny_run.get_config(fresh(base))
   train.run(whole, Quiet())
 
@@ -361,7 +365,7 @@ def test_a_resumed_run_goes_on_from_the_tokens_of_unfinished_episodes(
 
   monkeypatch.setattr(driver.GenerationDriver, "step", stepping)
   monkeypatch.setattr(driver.GenerationDriver, "generate", generating)
-  cut = tiny_run.get_config(fresh(base), checkpoint_every=10)
+  cut = tiny_run.get_config(fresh(base), checkpoint_every=checkpoint_every)
   with pytest.raises(train.Stopped, match="stopped after batch 1 of 4"):
     train.run(cut, Quiet())
   assert sum(had) == 0

@@ -120,7 +120,8 @@ def service(model: Model, trainers: int) -> Service:
 def get_config(arg: str = "staleness") -> ml_collections.ConfigDict:
   """The pod of one of the paper's experiments."""
   schedule, _, name = arg.partition("-")
-  model = MODELS[name or "1.5b"]
+  name = name or "1.5b"
+  model = MODELS[name]
   serial, ablation = schedule == "sync", schedule == "staleness"
   longest, mean = (8192, 5000) if ablation else (27648, 9000)
   generating = model.gpus if serial else model.gpus * 3 // 4

@@ -21,7 +21,9 @@ from experiments.areal import simulated_pod
 from rl_tpu import config as configs
 from rl_tpu import parts, simulate
 
-RESULTS = pathlib.Path(__file__).parent / "results" / "simulated_pod.csv"
+RESULTS = (
+  pathlib.Path(simulated_pod.__file__).parent / "results" / "simulated_pod.csv"
+)
 FIGURE_5C = {0: 1.0, 1: 2.09, 2: 2.77, 4: 2.77, 8: 2.89, 16: 2.97, None: 3.08}
 """Throughput by staleness limit, over that of limit 0."""
 TABLE_1 = {"1.5b": 2.77, "7b": 2.27, "14b": 2.23, "32b": 1.64}

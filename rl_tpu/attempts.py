@@ -31,7 +31,6 @@ from rl_tpu.envs import Agent, Environment, Limits, Split
 from rl_tpu.episode import Generator
 from rl_tpu.models.tokenizer import Tokenizer
 from rl_tpu.types import (
-  EpisodeError,
   Prompt,
   Sampling,
   Trajectory,
@@ -168,8 +167,7 @@ async def attempt(
         said["answer"] = played.answer
       except Exception as error:  # Counted, and wrong.
         said["error"] = str(error) or repr(error)
-        named = isinstance(error, EpisodeError)
-        said["kind"] = error.kind if named else type(error).__name__
+        said["kind"] = getattr(error, "kind", type(error).__name__)
     done = Attempt(question=question, member=member, prompt=prompt, **said)
     ended(done)
     return done

@@ -451,6 +451,7 @@ def test_X17_the_last_batch_is_saved_though_it_is_off_the_interval(base):
   assert rows[-1]["batch"] == 3
 
 
+@pytest.mark.slow
 def test_a_frozen_evaluation_keeps_its_version_while_training_goes_on(
   base, monkeypatch
 ):
@@ -459,7 +460,7 @@ def test_a_frozen_evaluation_keeps_its_version_while_training_goes_on(
   evaluation = evaluate.evaluate
 
   async def late(generator, *arguments, **settings):
-    version, old = generator.version, len(trained)
+    (_, version), old = generator.accepted, len(trained)
     while 0 < version and len(trained) < min(old + 2, 6):
       await asyncio.sleep(0.001)
     made = []

@@ -193,10 +193,8 @@ def continuation(
     return encode(tokenizer, changed)
 
   ids = _common_end(rendered("0"), rendered("1"))
-  stops = tokenizer.eos_ids
-  if last_token in stops and len(ids) and int(ids[0]) in stops:
-    return ids[1:]
-  return ids
+  ended = last_token in tokenizer.eos_ids
+  return ids[1:] if ended and ids[:1] == last_token else ids
 
 
 def _common_end(one: np.ndarray, other: np.ndarray) -> np.ndarray:

@@ -103,20 +103,22 @@ class Stage:
       EpisodeError: the agent raised, took too long between two calls, or
         never called.
     """
+    limits = limits or Limits()
     if not isinstance(environment, Agent):
       heard = _Heard(environment)
-      trajectory = await run_episode(
-        generator,
-        heard,
-        prompt,
-        member=member,
-        sampling=sampling,
-        seed=seed,
-        max_turns=max_turns,
-        max_trajectory_tokens=max_trajectory_tokens,
-        progress=progress,
-        limits=limits,
-      )
+      async with heard.closing(limits):
+        trajectory = await run_episode(
+          generator,
+          heard,
+          prompt,
+          member=member,
+          sampling=sampling,
+          seed=seed,
+          max_turns=max_turns,
+          max_trajectory_tokens=max_trajectory_tokens,
+          progress=progress,
+          limits=limits,
+        )
       return Played(trajectories=(trajectory,), answer=heard.answer)
     recorder = Recorder(
       generator,
@@ -130,7 +132,7 @@ class Stage:
         trajectory_tokens=max_trajectory_tokens,
       ),
     )
-    episode = _Episode(recorder, (limits or Limits()).step_seconds)
+    episode = _Episode(recorder, limits.step_seconds)
     async with self._served(episode) as endpoint:
       outcome = await episode.run(environment, endpoint)
     return Played(
@@ -196,7 +198,18 @@ class _Heard:
 
   def __init__(self, environment: Environment):
     self.reset, self._step = environment.reset, environment.step
+    self._close = getattr(environment, "close", None)
     self.answer: str | None = None
+
+  @contextlib.asynccontextmanager
+  async def closing(self, limits: Limits) -> AsyncGenerator[None]:
+    """Closes the environment at the end, if it can be."""
+    try:
+      yield
+    finally:
+      if self._close is not None:
+        async with asyncio.timeout(limits.step_seconds):
+          await answered(self._close)
 
   async def step(self, action, stop_reason):
     step = await answered(self._step, action, stop_reason)

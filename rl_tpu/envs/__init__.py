@@ -79,7 +79,8 @@ class Limits:
 class Environment(Protocol):
   """One attempt at one prompt, used once.
 
-  Its methods may be plain functions too; see `answered`.
+  Its methods may be plain functions too; see `answered`. One that holds
+  something open has a method `close` too, called however the episode ends.
   """
 
   async def reset(self) -> np.ndarray:

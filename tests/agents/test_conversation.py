@@ -66,6 +66,31 @@ def test_X10_the_end_of_a_turn_that_was_not_sampled_is_written(name):
   assert cut.tolist() == [stop_of(tokenizer), *stopped.tolist()]
 
 
+def test_X10_a_role_marker_that_ends_a_turn_is_sampled_once():
+  """A template in which the next marker ends a turn: it is an action's last."""
+  user, assistant = 300, 301
+
+  class Markers(ByteTokenizer):
+    eos_ids = (1, user, assistant)
+
+    def apply_chat_template(self, messages):
+      ids = []
+      for message in messages:
+        ids.append(user if message["role"] == "user" else assistant)
+        ids += self.encode(message["content"]).tolist()
+      return [*ids, assistant]
+
+  tokenizer = Markers()
+  tokens = conversation.encode(tokenizer, CHAT[1:2]).tolist()
+  tokens += [*tokenizer.encode(CHAT[2][1]).tolist(), user]
+  added = conversation.continuation(tokenizer, CHAT[1:4], 2, user)
+  whole = conversation.encode(tokenizer, CHAT[1:4]).tolist()
+  assert tokens + added.tolist() == whole
+  # Where the policy ended otherwise, the marker is still there.
+  otherwise = conversation.continuation(tokenizer, CHAT[1:4], 2, 1)
+  assert otherwise.tolist() == [user, *added.tolist()]
+
+
 def test_tools_calls_and_results_become_plain_text():
   tools = [{"type": "function", "function": {"name": "add"}}]
   call = {

@@ -25,7 +25,7 @@ commands:
   export    the newest checkpoint as a folder that transformers loads
   compile   what a run would take on TPUs, found on a CPU: memory, time, network
   simulate  what a pod would do, on a virtual clock: throughput, staleness, idle
-  report    draw a run's figure again: run.png in its directory
+  report    RUN [RUN2]: runs as a page, a trace and a picture; see report --help
 
 FILE defines get_config(ARG); see experiments/quickstart.py. Any field can be
 set, for example --config.seed=1 --config.learner.learning_rate=1e-4.
@@ -54,6 +54,8 @@ _SHORT = {
 
 def main(arguments: list[str]) -> int:
   """Runs one command; returns the exit code."""
+  if arguments[1:2] == ["report"]:
+    return _report(arguments[2:])
   asked = {"-h", "--help"} & {*arguments[1:]} or arguments[1:2] == ["help"]
   if len(arguments) < 2 or asked:
     print(USAGE, end="")
@@ -182,13 +184,14 @@ def _prepare_jax(config) -> None:
 def _train(config) -> dict[str, Any]:
   import jax
 
-  from rl_tpu import report, train, trainer
+  from rl_tpu import train, trainer
+  from rl_tpu.report import figure
   from rl_tpu.view import View
 
   if jax.process_index() > 0:
     return trainer.follow(config)
   figures = train.run(config, View(config.batches))
-  report.plot(config.run_directory)
+  figure.plot(config.run_directory)
   return figures
 
 
@@ -243,10 +246,17 @@ def _simulate(config) -> dict[str, Any]:
   return simulate.run(config, print)
 
 
-def _report(config) -> dict[str, Any]:
-  from rl_tpu import report
+def _report(arguments: list[str]) -> int:
+  """The one command that reads directories, not a config."""
+  from rl_tpu.config import ConfigError
+  from rl_tpu.report import command
 
-  return {"figure": str(report.plot(config.run_directory))}
+  try:
+    print(json.dumps(command.run(arguments)))
+  except ConfigError as error:
+    print(f"rl_tpu: {error}", file=sys.stderr)
+    return 2
+  return 0
 
 
 COMMANDS: dict[str, Callable[[Any], dict[str, Any]]] = {
@@ -258,7 +268,6 @@ COMMANDS: dict[str, Callable[[Any], dict[str, Any]]] = {
   "export": _export,
   "compile": _compile,
   "simulate": _simulate,
-  "report": _report,
 }
 
 

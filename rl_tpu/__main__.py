@@ -62,8 +62,9 @@ def main(arguments: list[str]) -> int:
     return 0 if len(arguments) > 1 else 2
   command = COMMANDS.get(arguments[1])
   if command is None:
+    names = sorted([*COMMANDS, "report"])
     print(
-      f"command is {arguments[1]!r}; it must be one of {sorted(COMMANDS)}",
+      f"command is {arguments[1]!r}; it must be one of {names}",
       file=sys.stderr,
     )
     return 2

@@ -110,20 +110,24 @@ def read(directory: str | os.PathLike) -> dict[str, Any]:
       "that train named in its last line"
     )
   config = metrics.read_json(directory / "config.json")
-  summary = directory / "summary.json"
+  summary, ended = directory / "summary.json", None
+  if summary.exists():
+    ended = _finite(metrics.read_json(summary))
   measured, intervals = rows(directory), bars(directory)
   starts = metrics.read_jsonl(directory / "starts.jsonl")
   return {
     "name": f"{config['name']} {config['schedule']} seed {config['seed']}",
     "directory": str(directory),
     "asked": config["batches"],
-    "summary": metrics.read_json(summary) if summary.exists() else None,
-    "config": config,
+    "summary": _finite(metrics.read_json(summary))
+    if summary.exists()
+    else None,
+    "config": _finite(config),
     "environment": metrics.read_json(directory / "environment.json"),
     "series": _series(measured),
     "points": len(measured),
     "warnings": [
-      {**dataclasses.asdict(warning), "worst": _finite(warning.worst)}
+      _finite(dataclasses.asdict(warning))
       for warning in health.warnings(measured, config)
     ],
     "goodput": goodput.account(measured, intervals, starts),
@@ -133,8 +137,15 @@ def read(directory: str | os.PathLike) -> dict[str, Any]:
   }
 
 
-def _finite(value: float) -> float | str:
-  return value if math.isfinite(value) else "none"
+def _finite(value: Any) -> Any:
+  """The same with words for numbers that JSON does not know."""
+  if isinstance(value, Mapping):
+    return {name: _finite(inner) for name, inner in value.items()}
+  if isinstance(value, list):
+    return [_finite(inner) for inner in value]
+  if isinstance(value, float) and not math.isfinite(value):
+    return str(value)
+  return value
 
 
 def _series(measured: Sequence[metrics.Row]) -> dict[str, list[list[float]]]:

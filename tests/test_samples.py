@@ -35,7 +35,7 @@ TRAJECTORIES = (
 
 
 def described():
-  prompt = Prompt(index=0, tokens=np.array([97, 98], np.int32), answer="")
+  prompt = Prompt(index=0, tokens=np.array([97, 98], np.int32))
   groups = [Group(prompt=prompt, trajectories=TRAJECTORIES)]
   batch = packing.pack(
     TRAJECTORIES, row_length=16, version=4, rows_multiple=1, minibatches=1

@@ -119,9 +119,7 @@ def read(directory: str | os.PathLike) -> dict[str, Any]:
     "name": f"{config['name']} {config['schedule']} seed {config['seed']}",
     "directory": str(directory),
     "asked": config["batches"],
-    "summary": _finite(metrics.read_json(summary))
-    if summary.exists()
-    else None,
+    "summary": ended,
     "config": _finite(config),
     "environment": metrics.read_json(directory / "environment.json"),
     "series": _series(measured),

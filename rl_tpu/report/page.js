@@ -109,7 +109,7 @@ function lineChart(parent, title, names) {
   if (low === high) { low -= Math.abs(low) / 2 || 0.5; high = 2 * high - low; }
   const first = Math.min(...lines.map((line) => line.xs[0]));
   const last = Math.max(...lines.map((line) => line.xs.at(-1)), first + 1);
-  const box = { left: 58, right: width - 6, top: 8, bottom: height - 22,
+  const box = { left: 58, right: width - 16, top: 8, bottom: height - 22,
     x: [first, last], y: [low, high] };
   const xs = (x) => box.left + (x - first) / (last - first) *
     (box.right - box.left);
@@ -165,7 +165,7 @@ function bars(parent, title, label, columns, names) {
     role: "img", "aria-label": title });
   const total = (column) => column[1].reduce((sum, part) => sum + part[1], 0);
   const top = Math.max(...columns.map(total), 1e-9);
-  const box = { left: 58, right: width - 6, top: 8, bottom: height - 22,
+  const box = { left: 58, right: width - 16, top: 8, bottom: height - 22,
     x: [0, 0], y: [0, top] };
   const ys = (y) => box.bottom - y / top * (box.bottom - box.top);
   const first = Math.min(...columns.map((column) => column[0]));
@@ -195,8 +195,9 @@ function bars(parent, title, label, columns, names) {
     card.append(swatch(layerColor(layer), name));
 }
 function layerColor(layer) {
-  return `hsl(${215 + 0.72 * Math.min(layer, 12) * 18} 62% ${
-    42 + 3 * Math.min(layer, 8)}%)`;
+  const scale = ["#1f6fd0", "#35a3a0", "#c9a400", "#e0701f", "#c02a3a",
+    "#7a3fb0"];
+  return scale[Math.min(layer, scale.length - 1)];
 }
 function tile(parent, name, values) {
   parent.append(el("div", { class: "card tile" },
@@ -279,7 +280,7 @@ function staleness() {
 }
 function parts() {
   section("Where the time went", "goodput");
-  const table = el("table", {}, el("tr", {}, ...["run", "part", "what",
+  const table = el("table", { class: "plain" }, el("tr", {}, ...["run", "part", "what",
     "seconds", "share"].map((name) => el("th", {}, name))));
   runs.forEach((run, r) => {
     for (const [part, kinds] of Object.entries(run.goodput.parts))

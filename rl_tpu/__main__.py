@@ -5,6 +5,7 @@ the last line of stdout: its headline figures. The exit code is 0 only if the
 command did what it was asked; 130 if a signal stopped it.
 """
 
+import importlib
 import json
 import logging
 import os
@@ -25,7 +26,7 @@ commands:
   export    the newest checkpoint as a folder that transformers loads
   compile   what a run would take on TPUs, found on a CPU: memory, time, network
   simulate  what a pod would do, on a virtual clock: throughput, staleness, idle
-  report    draw a run's figure again: run.png in its directory
+  report    RUN [RUN2]: runs as a page, a trace and a picture; see report --help
   figures   remake the papers' figures; takes no --config, see figures --help
 
 FILE defines get_config(ARG); see experiments/quickstart.py. Any field can be
@@ -55,17 +56,17 @@ _SHORT = {
 
 def main(arguments: list[str]) -> int:
   """Runs one command; returns the exit code."""
-  if arguments[1:2] == ["figures"]:
-    return _figures(arguments[2:])
+  if len(arguments) > 1 and arguments[1] in WITHOUT_CONFIG:
+    return _without_config(*arguments[1:])
   asked = {"-h", "--help"} & {*arguments[1:]} or arguments[1:2] == ["help"]
   if len(arguments) < 2 or asked:
     print(USAGE, end="")
     return 0 if len(arguments) > 1 else 2
   command = COMMANDS.get(arguments[1])
   if command is None:
+    names = sorted([*COMMANDS, *WITHOUT_CONFIG])
     print(
-      f"command is {arguments[1]!r}; it must be one of "
-      f"{sorted([*COMMANDS, 'figures'])}",
+      f"command is {arguments[1]!r}; it must be one of {names}",
       file=sys.stderr,
     )
     return 2
@@ -100,20 +101,6 @@ def main(arguments: list[str]) -> int:
     return processes.INTERRUPTED
   print(json.dumps(figures))
   return 0 if figures.get("fits", True) else 1
-
-
-def _figures(arguments: list[str]) -> int:
-  """The one command without a config of its own: its studies have them."""
-  from rl_tpu.config import ConfigError
-  from rl_tpu.figures import command
-
-  try:
-    figures = command.run(arguments)
-  except ConfigError as error:
-    print(f"rl_tpu: {error}", file=sys.stderr)
-    return 2
-  print(json.dumps(figures))
-  return 0
 
 
 def _read_config(arguments: list[str]):
@@ -200,13 +187,14 @@ def _prepare_jax(config) -> None:
 def _train(config) -> dict[str, Any]:
   import jax
 
-  from rl_tpu import report, train, trainer
+  from rl_tpu import train, trainer
+  from rl_tpu.report import figure
   from rl_tpu.view import View
 
   if jax.process_index() > 0:
     return trainer.follow(config)
   figures = train.run(config, View(config.batches))
-  report.plot(config.run_directory)
+  figure.plot(config.run_directory)
   return figures
 
 
@@ -261,12 +249,20 @@ def _simulate(config) -> dict[str, Any]:
   return simulate.run(config, print)
 
 
-def _report(config) -> dict[str, Any]:
-  from rl_tpu import report
+def _without_config(name: str, *arguments: str) -> int:
+  """A command with arguments of its own: run directories, studies."""
+  from rl_tpu.config import ConfigError
 
-  return {"figure": str(report.plot(config.run_directory))}
+  command = importlib.import_module(f"rl_tpu.{name}.command")
+  try:
+    print(json.dumps(command.run(arguments)))
+  except ConfigError as error:
+    print(f"rl_tpu: {error}", file=sys.stderr)
+    return 2
+  return 0
 
 
+WITHOUT_CONFIG = ("figures", "report")
 COMMANDS: dict[str, Callable[[Any], dict[str, Any]]] = {
   "train": _train,
   "sft": _sft,
@@ -276,7 +272,6 @@ COMMANDS: dict[str, Callable[[Any], dict[str, Any]]] = {
   "export": _export,
   "compile": _compile,
   "simulate": _simulate,
-  "report": _report,
 }
 
 

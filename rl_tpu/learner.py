@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jaxtyping import Float
 
 from rl_tpu import algorithms, critic, ops, optimizer, scoring, sharding
 from rl_tpu.models import moe, transformer
@@ -150,6 +151,7 @@ class Learner:
         mesh,
       )
     self._reference: Any = None
+    self._seen: dict[str, Any] = {}
     rows = sharding.named(mesh, None, None, "rows")
     self._score = jax.jit(self._score_batch, out_shardings=rows)
     self._credit = jax.jit(self._credit_batch, out_shardings=rows)
@@ -268,6 +270,9 @@ class Learner:
         )
       advantages = self._credit(arranged, outputs)
       arranged = dataclasses.replace(arranged, advantages=advantages)
+      self._seen = {"advantage": advantages}
+      if outputs.proximal_logp is not None:
+        self._seen["proximal_logp"] = outputs.proximal_logp
       for index in range(0 if frozen else self.config.minibatches):
         policy, metrics = self._update(policy, arranged, outputs, index)
         pooled = _pool(pooled, metrics)
@@ -275,6 +280,13 @@ class Learner:
       params=policy.params, optimizer=policy.optimizer, critic=values
     )
     return state, self._fetch(state, pooled)
+
+  def seen(self) -> dict[str, Float[np.ndarray, "R T"]]:
+    """Advantages of the batch trained last, and proximal_logp if it had any.
+
+    In the rows of that batch; NaN in those that only other processes hold.
+    """
+    return {name: _undealt(array) for name, array in self._seen.items()}
 
   def train_critic(
     self, state: State, batch: Batch
@@ -480,6 +492,15 @@ class Learner:
       metrics |= moe.imbalance(np.asarray(load))
     skipped = sum(total for _, total in guards.values())
     return metrics | {"nonfinite_updates": float(skipped)}
+
+
+def _undealt(array: jax.Array) -> Float[np.ndarray, "R T"]:
+  """What this process holds of a dealt array, in the order before dealing."""
+  here = np.full(array.shape, np.nan, np.float32)
+  for shard in array.addressable_shards:
+    here[shard.index] = shard.data
+  n, m, r, length = array.shape
+  return here.reshape(n, m * r, length).swapaxes(0, 1).reshape(-1, length)
 
 
 def _microbatches(arranged: Batch):

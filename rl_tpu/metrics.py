@@ -41,9 +41,13 @@ class RunLog:
     self._rows: list[Row] = []
     self._columns = ["batch"]
     last = -1 if resume_at is None else resume_at
+    self.dropped: list[Row] = []
+    """Rows of batches that have to be trained again."""
     for row in read_csv(self._csv):
       if row["batch"] <= last:
         self._remember(row)
+      else:
+        self.dropped.append(row)
     self._rewrite()
     for path in self.directory.glob("*.jsonl"):
       kept = [row for row in read_jsonl(path) if row["batch"] <= last]

@@ -26,6 +26,7 @@ from rl_tpu import (
   ownership,
   packing,
   parts,
+  samples,
   schedules,
   weights,
 )
@@ -95,6 +96,7 @@ def run(config: parts.Config, view: View) -> dict[str, Any]:
       ended = time.monotonic()
       row = metrics.describe(groups, this.version - 1) | trained
       this.log_batch(groups, row, began, taken, ended)
+      this.log_samples(groups, batch)
       if this.due(config.evaluation.every):
         this.start_evaluation()
       if team.stop_requested:
@@ -194,6 +196,10 @@ class _Run(Trainer):
       self.config.run_directory, resume_at=self.version or None
     )
     self._stack.callback(self.log.close)
+    reached = [row.get("seconds", 0.0) for row in self.log.dropped]
+    lost = max(max(reached, default=0.0) - self.seconds, 0.0)
+    start = {"unix_time": time.time(), "lost_seconds": lost}
+    self.log.record("starts", self.version, start)
 
   def serve(self) -> None:
     """Lets the generator answer, with the weights that it takes now.
@@ -383,6 +389,14 @@ class _Run(Trainer):
     self.log.record("events", self.version, {"intervals": intervals})
     left = (self.config.batches / self.version - 1) * self.seconds
     self.view.batch(self.version, row | self.evaluations.latest, left)
+
+  def log_samples(self, groups: Sequence[Group], batch: Batch) -> None:
+    """Keeps a few of its trajectories for people to read, now and then."""
+    if samples.due(self.version, self.config.batches):
+      rows = samples.describe(
+        groups, batch, self.learner.seen(), self.task.tokenizer
+      )
+      self.log.record("samples", self.version, {"trajectories": rows})
 
   def save(self) -> None:
     """Starts a checkpoint of this moment."""

@@ -441,3 +441,13 @@ def test_X08_H04_experts_train_alike_however_they_are_split(
   assert metrics.keys() == expected.keys()
   for name in ("expert_load_max", "dead_experts", "router_entropy", "loss"):
     assert metrics[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5)
+
+
+def test_what_was_dealt_to_minibatches_comes_back_in_the_batchs_order():
+  rows = np.arange(12 * 3, dtype=np.float32).reshape(12, 3)
+  n, m, r = 2, 3, 2
+  dealt = rows.reshape(m * r, n, 3).swapaxes(0, 1).reshape(n, m, r, 3)
+  mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:2]), ("rows",))
+  split = jax.sharding.PartitionSpec(None, None, "rows")
+  there = jax.device_put(dealt, jax.sharding.NamedSharding(mesh, split))
+  np.testing.assert_array_equal(learner._undealt(there), rows)

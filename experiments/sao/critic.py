@@ -13,7 +13,6 @@ import numpy as np
 
 from experiments import training
 from experiments.sao import tasks
-from rl_tpu import algorithms
 from rl_tpu.figures import Cell, Claim, Row, Verdict, drawing
 
 LAG = 8
@@ -116,10 +115,10 @@ ARTEFACTS = {
     judge=lambda rows: _more(rows, "explained_variance", "SAO", "K = 1"),
   ),
   "Fig. 4b": Claim(
-    shows="the critic's gradient norm is 4 to 5 with frozen attention and climbs "
-    "to 10 without",
-    rule="its mean over the second half is larger where all is trained, by more "
-    "than the interval of the difference",
+    shows="the critic's gradient norm is 4 to 5 with frozen attention and "
+    "climbs to 10 without",
+    rule="its mean over the second half is larger where all is trained, by "
+    "more than the interval of the difference",
     judge=lambda rows: _more(rows, "critic_grad_norm", "all trained", "SAO"),
   ),
   "Fig. 4c": Claim(

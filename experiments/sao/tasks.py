@@ -1,4 +1,4 @@
-"""The tool task of this folder's studies, with a lag that is the same each time.
+"""The tool task of this folder's studies, with the same lag each time.
 
 A model of 0.13M parameters multiplies by calling a calculator
 (`experiments/agents/tool_arithmetic.py`); lockstep makes every token a given

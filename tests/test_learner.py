@@ -1,9 +1,11 @@
 import dataclasses
+import math
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import jax
+import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -357,6 +359,47 @@ def test_norms_are_not_decayed_and_matrices_are():
   np.testing.assert_allclose(
     after["embedding"], start["embedding"] * 0.95, rtol=1e-5
   )
+
+
+@pytest.mark.parametrize("norm", [math.inf, 0.1])
+def test_plain_sgd_steps_along_the_gradient(norm):
+  """Two rates move the weights in proportion, a clip to a given length."""
+  moved = []
+  for rate in (1e-2, 2e-2):
+    settings = dataclasses.replace(
+      SETTINGS,
+      kind="sgd",
+      minibatches=1,
+      weight_decay=0.0,
+      learning_rate=rate,
+      warmup_minibatches=0,
+      max_grad_norm=norm,
+    )
+    instance, state = make(settings)
+    before = jax.device_get(state.params)
+    state, metrics = instance.train(state, make_batch(settings))
+    after = jax.device_get(state.params)
+    step = jax.tree.map(lambda a, b: np.asarray(b) - a, before, after)
+    moved.append(jax.flatten_util.ravel_pytree(step)[0])
+    length = np.linalg.norm(moved[-1])
+    assert length == pytest.approx(rate * min(metrics["grad_norm"], norm), 1e-3)
+  np.testing.assert_allclose(moved[1], 2 * moved[0], rtol=1e-2, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+  ("fields", "message"),
+  [
+    ({"kind": "lion"}, "kind is 'lion'; it must be 'adamw' or 'sgd'"),
+    ({"kind": "sgd"}, "weight_decay is 0.05; it must be 0 with kind 'sgd'"),
+    (
+      {"kind": "sgd", "weight_decay": 0.0, "moments": "host"},
+      "moments is 'host'; it must be 'device' with kind 'sgd'",
+    ),
+  ],
+)
+def test_sgd_has_no_decay_and_no_moments(fields, message):
+  with pytest.raises(ValueError, match=message):
+    learner.Config(**fields)
 
 
 def test_what_does_not_fit_is_refused_by_name():

@@ -12,24 +12,16 @@ the reward minus its mean, as in a group; so nothing should move the second.
 Seconds on two cores.
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from experiments import exact
 from rl_tpu import algorithms
-from rl_tpu.figures import Cell, Row, Verdict, drawing
+from rl_tpu.figures import Cell, Claim, Row, Verdict, drawing
 
-ARTEFACTS = ("Eq. 3: drift and signal",)
-SHOWS = (
-  "off-policy, reward for nothing moves the plain gradient (online: entropy "
-  "collapses; offline: distils the sampler for c > 0, diverges for c < 0); "
-  "clipped weights leak, centering and exact weights do not"
-)
-RULE = (
-  "plain online entropy < 0.3 nats for both signs; offline logits > 50 for "
-  "c = -1; truncated and masked weights move the policy; all centered < 1e-9"
-)
 SIZE = (7.5, 3.4)
 STEPS, RATE, PROMPTS, SIZES = 400, 0.5, 5, {"constant": 8, "second": 6}
 METHODS = {
@@ -150,8 +142,8 @@ def _distance(before, after) -> float:
   return float((jnp.exp(p) * (p - q)).sum())
 
 
-def judge(rows: list[Row]) -> Verdict:
-  """By RULE, over every prompt."""
+def _drift(rows: Sequence[Row]) -> Verdict:
+  """Over every prompt."""
   values = drawing.values
 
   def largest(column, **where):
@@ -182,7 +174,20 @@ def judge(rows: list[Row]) -> Verdict:
   return Verdict(outcome=outcome, seen=seen)
 
 
-def draw(rows: list[Row], figure) -> None:
+ARTEFACTS = {
+  "Eq. 3: drift and signal": Claim(
+    shows="off-policy, reward for nothing moves the plain gradient (online: "
+    "entropy collapses; offline: distils the sampler for c > 0, diverges for "
+    "c < 0); clipped weights leak, centering and exact weights do not",
+    rule="plain online entropy < 0.3 nats for both signs; offline logits > 50 "
+    "for c = -1; truncated and masked weights move the policy; all centered "
+    "< 1e-9",
+    judge=_drift,
+  )
+}
+
+
+def draw(rows: Sequence[Row], figure) -> None:
   """How far each method moved from where nothing should move it."""
   panels = figure.subplots(1, 3, sharey=True)
   settings = (

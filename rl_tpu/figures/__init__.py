@@ -4,12 +4,9 @@ A study is one Python file in a folder of experiments/ that defines
 
 | name | what |
 |---|---|
-| `ARTEFACTS` | the figures and tables of the paper that it remakes |
-| `SHOWS` | what the paper shows there, in a sentence |
-| `RULE` | when the study counts as showing the same |
+| `ARTEFACTS` | what it remakes: a `Claim` for each figure or table |
 | `cells(scale)` | what is measured: a dict of columns each, seeds among them |
 | `measure(cell, scale)` | one cell's rows of figures |
-| `judge(rows)` | a `Verdict`, by the rule |
 | `draw(rows, figure)` | the picture, on a matplotlib figure |
 
 `measuring` fills results/NAME.csv beside it cell by cell, so that what was
@@ -17,6 +14,7 @@ interrupted goes on; `drawing` and `table` need nothing but that file.
 """
 
 from rl_tpu.figures.study import Cell as Cell
+from rl_tpu.figures.study import Claim as Claim
 from rl_tpu.figures.study import Row as Row
 from rl_tpu.figures.study import Study as Study
 from rl_tpu.figures.study import Verdict as Verdict

@@ -70,38 +70,24 @@ def run(arguments: Sequence[str]) -> dict[str, Any]:
     for study in found:
       measuring.again(study, asked.scale, asked.again)
     return {"again": [study.name for study in found]}
-  judged, unfinished = [], []
+  artefacts: dict[str, list[str]] = {"passed": [], "weaker": [], "not_seen": []}
+  unfinished = []
   for study in found:
     if not asked.draw_only:
       measuring.fill(study, asked.scale, asked.jobs, _note)
-    one = table.judge(study, asked.scale)
-    if one is None:
+    judged = table.judge(study, asked.scale)
+    if judged is None:
       unfinished.append(study.name)
       continue
-    _, rows, verdict = one
+    rows, verdicts = judged
     drawing.draw(study, asked.scale, rows)
-    _note(f"{study.name}: {verdict.outcome}: {verdict.seen}")
-    judged.append(one)
+    for name, verdict in verdicts.items():
+      _note(f"{study.name}, {name}: {verdict.outcome}: {verdict.seen}")
+      artefacts[verdict.outcome].append(f"{study.folder} {name}")
   if asked.scale == "cpu":
     table.write(root / "README.md", studies.find(root))
-  return _figures(judged, unfinished)
-
-
-def _figures(
-  judged: Sequence[table.Judged], unfinished: Sequence[str]
-) -> dict[str, Any]:
-  artefacts: dict[str, list[str]] = {"passed": [], "weaker": [], "not_seen": []}
-  for study, _, verdict in judged:
-    folder = study.name.split("/")[0]
-    artefacts[verdict.outcome] += [
-      f"{folder} {a}" for a in study.module.ARTEFACTS
-    ]
   counts = {outcome: len(names) for outcome, names in artefacts.items()}
-  return {
-    "artefacts": artefacts,
-    **counts,
-    "unfinished": list(unfinished),
-  }
+  return {"artefacts": artefacts, **counts, "unfinished": unfinished}
 
 
 def _note(line: str) -> None:

@@ -5,7 +5,7 @@ import dataclasses
 import importlib
 import io
 import pathlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from rl_tpu import metrics
@@ -18,7 +18,7 @@ Row = dict[str, Value]
 """A cell's columns and what was measured of it."""
 Scale = Literal["smoke", "cpu", "paper"]
 Outcome = Literal["passed", "weaker", "not_seen"]
-PARTS = ("ARTEFACTS", "SHOWS", "RULE", "cells", "measure", "judge", "draw")
+PARTS = ("ARTEFACTS", "cells", "measure", "draw")
 _ABOUT = ("seconds", "commit")
 """Columns that say how a row came about: they may differ when it is remade."""
 
@@ -40,6 +40,18 @@ class Verdict:
       )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Claim:
+  """What a paper shows in a figure or table, and how it is tested."""
+
+  shows: str
+  """The paper's, in a sentence with its numbers."""
+  rule: str
+  """When rows show the same, in a sentence; `judge` follows it."""
+  judge: Callable[[Sequence[Row]], Verdict]
+  """Of the rows of all cells."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Study:
   """One file of a folder of experiments/."""
@@ -55,6 +67,16 @@ class Study:
     return importlib.import_module(
       ".".join([self.root.name, *self.name.split("/")])
     )
+
+  @property
+  def folder(self) -> str:
+    """Of the file: a paper's."""
+    return self.name.split("/")[0]
+
+  @property
+  def claims(self) -> Mapping[str, Claim]:
+    """The file's ARTEFACTS."""
+    return self.module.ARTEFACTS
 
   def cells(self, scale: Scale) -> list[Cell]:
     """What is measured at a scale.

@@ -1,7 +1,7 @@
 """The table of all studies in experiments/README.md."""
 
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rl_tpu import metrics
 from rl_tpu.figures import study as studies
@@ -13,16 +13,17 @@ _HEAD = """\
 |---|---|---|---|---|---|---|
 """
 _WORDS = {"passed": "pass", "weaker": "weaker", "not_seen": "not seen"}
-Judged = tuple[Study, Sequence[Row], Verdict]
+Verdicts = dict[str, Verdict]
+"""By artefact."""
 
 
-def judge(study: Study, scale: Scale) -> Judged | None:
-  """A study with its rows and verdict; None where cells are missing."""
+def judge(study: Study, scale: Scale) -> tuple[list[Row], Verdicts] | None:
+  """A study's rows and verdicts; None where cells are missing."""
   rows = studies.read(study.csv(scale))
   cells = study.cells(scale)
   if not all(studies.measured(cell, rows) for cell in cells):
     return None
-  return study, rows, study.module.judge(rows)
+  return rows, {name: c.judge(rows) for name, c in study.claims.items()}
 
 
 def write(readme: pathlib.Path, found: Sequence[Study]) -> None:
@@ -35,27 +36,23 @@ def write(readme: pathlib.Path, found: Sequence[Study]) -> None:
   if BEGIN not in text or END not in text:
     raise ValueError(f"{readme} lacks the lines {BEGIN} and {END}")
   before, after = text.split(BEGIN)[0], text.split(END)[1]
-  lines = "".join(_line(study) for study in found)
+  lines = "".join(line for study in found for line in _lines(study))
   metrics.write_text(readme, f"{before}{BEGIN}\n{_HEAD}{lines}{END}{after}")
 
 
-def _line(study: Study) -> str:
-  module, judged = study.module, judge(study, "cpu")
-  name, minutes, seen, outcome = f"[{study.name}]({study.name}.py)", "", "", ""
+def _lines(study: Study) -> Iterator[str]:
+  """One line for each artefact; the minutes are those of the whole study."""
+  judged = judge(study, "cpu")
+  name, minutes = f"[{study.name}]({study.name}.py)", ""
   if judged:
-    _, rows, verdict = judged
     picture = study.picture("cpu").relative_to(study.root).with_suffix(".png")
     name += f" ([figure]({picture}))"
-    spent = sum(float(row["seconds"]) for row in rows) / 60
+    spent = sum(float(row["seconds"]) for row in judged[0]) / 60
     minutes = f"{spent:.1f}" if spent >= 0.1 else "< 0.1"
-    seen, outcome = verdict.seen, _WORDS[verdict.outcome]
-  cells = (
-    ", ".join(module.ARTEFACTS),
-    name,
-    minutes,
-    module.SHOWS,
-    module.RULE,
-    seen or "not measured yet",
-    outcome,
-  )
-  return f"| {' | '.join(cells)} |\n"
+  for artefact, claim in study.claims.items():
+    seen, outcome = "not measured yet", ""
+    if judged:
+      verdict = judged[1][artefact]
+      seen, outcome = verdict.seen, _WORDS[verdict.outcome]
+    cells = artefact, name, minutes, claim.shows, claim.rule, seen, outcome
+    yield f"| {' | '.join(cells)} |\n"

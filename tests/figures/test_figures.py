@@ -15,11 +15,16 @@ STUDY = '''
 """Does twice a number grow?"""
 import os
 import pathlib
-from rl_tpu.figures import Verdict
+from rl_tpu.figures import Claim, Verdict
 from experiments import shared
-ARTEFACTS = ("Fig. 1", "Table 2")
-SHOWS = "it grows"
-RULE = "three is six"
+
+def judge(rows):
+  seen = max(row["twice"] for row in rows)
+  outcome = "passed" if seen == 6 else "weaker"
+  return Verdict(outcome=outcome, seen=f"{seen:g}")
+
+CLAIM = Claim(shows="it grows", rule="three is six", judge=judge)
+ARTEFACTS = {"Fig. 1": CLAIM, "Table 2": CLAIM}
 
 def cells(scale):
   numbers = (3,) if scale == "smoke" else (1, 2, 3)
@@ -32,11 +37,6 @@ def measure(cell, scale):
     raise ZeroDivisionError("number 2 is broken")
   twice = 2.0 * cell["number"] + shared.ADD
   return [dict(batch=batch, twice=twice) for batch in (1, 2)]
-
-def judge(rows):
-  seen = max(row["twice"] for row in rows)
-  outcome = "passed" if seen == 6 else "weaker"
-  return Verdict(outcome=outcome, seen=f"{seen:g}")
 
 def draw(rows, figure):
   axes = figure.subplots()
@@ -95,9 +95,8 @@ def test_a_study_is_measured_judged_drawn_and_listed(root):
     path = root / "doubling" / "figures" / f"twice.{ending}"
     assert path.stat().st_size > 1000
   text = (root / "README.md").read_text()
-  assert (
-    "| Fig. 1, Table 2 |" in text and "| it grows | three is six | 6 |" in text
-  )
+  assert "\n| Fig. 1 |" in text and "\n| Table 2 |" in text
+  assert "| it grows | three is six | 6 | pass |" in text
   assert text.startswith("# Figures\n") and text.endswith("\nafter\n")
 
 
@@ -168,8 +167,8 @@ def test_outside_a_repository_the_command_says_where_it_runs(
 
 def test_half_a_study_is_named(root):
   path = root / "doubling" / "twice.py"
-  path.write_text(path.read_text().replace("def judge(", "def judged("))
-  with pytest.raises(ValueError, match="doubling/twice defines no judge"):
+  path.write_text(path.read_text().replace("def draw(", "def drawn("))
+  with pytest.raises(ValueError, match="doubling/twice defines no draw"):
     run("all")
 
 
@@ -206,8 +205,7 @@ def test_every_study_here_has_distinct_artefacts_and_cells():
   root = pathlib.Path(__file__).parents[2] / "experiments"
   seen = []
   for study in figures.find(root):
-    folder = study.name.split("/")[0]
-    seen += [(folder, artefact) for artefact in study.module.ARTEFACTS]
+    seen += [(study.folder, artefact) for artefact in study.claims]
     for scale in ("smoke", "cpu"):
       assert study.cells(scale)
   assert len(seen) == len(set(seen))

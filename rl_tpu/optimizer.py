@@ -1,4 +1,4 @@
-"""AdamW or plain SGD behind a global-norm clip, guarded against non-finite gradients.
+"""AdamW or plain SGD behind a norm clip, guarded against non-finite gradients.
 
 The settings are a dataclass that the learner's and the critic's configs extend.
 Weights that are frozen get no update, no decay and no moments.

@@ -24,7 +24,8 @@ gain is over the better sync:
 | 50-500 ms | sync, one device | 1258 (1235) | 90% (90%) | 87% (87%) |
 | 50-500 ms | sync, two devices | 1260 (1240) | 91% (90%) | 87% (87%) |
 
-Async gains 1.48 (1.58) without latency and 2.79 (2.95) with it. All rates are
+Async gains 1.48 (1.58) without latency and 2.79 (2.95) with it; in a second run
+that began at a load of 4, 1.31 (1.37) and 2.80 (2.78). All rates of both are
 within 11%. The simulator gives no time to requests between processes, nor to
 the actor's work on the learner's core: probably, but not measured apart, the
 reason why both sides of async idle more than it says. A prediction needs what

@@ -22,6 +22,7 @@ import matplotlib
 
 from experiments.agents.methods import METHODS
 from rl_tpu import metrics
+from rl_tpu.figures import drawing
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -33,9 +34,6 @@ FIELDS = (
   *("staleness_max", "clip_fraction", "explained_variance", "known_baseline"),
   *("failed_groups", "seconds"),
 )
-_STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
-"""Half the width of a 95% interval in standard errors, by number of seeds."""
-
 Run = tuple[str, int]
 
 
@@ -105,7 +103,7 @@ def table(runs: dict[Run, list[metrics.Row]]) -> dict[str, dict[str, float]]:
       continue
     figures[method] = {"seeds": len(own)}
     for name in own[0]:
-      mean, half = interval([run[name] for run in own])
+      mean, half = drawing.interval([run[name] for run in own])
       figures[method] |= {name: round(mean, 4), f"{name}_pm": round(half, 4)}
     cells = [
       f"{figures[method][name]:.3f} ± {figures[method][name + '_pm']:.3f}"
@@ -136,15 +134,6 @@ def describe(rows: list[metrics.Row]) -> dict[str, float]:
     "bad_calls": statistics.fmean(row["env_tool_errors"] for row in last),
     "seconds": trained[-1]["seconds"],
   }
-
-
-def interval(values: list[float]) -> tuple[float, float]:
-  """The mean, and half of Student's 95% interval around it (NaN for one)."""
-  mean = statistics.fmean(values)
-  if len(values) < 2:
-    return mean, float("nan")
-  error = statistics.stdev(values) / len(values) ** 0.5
-  return mean, _STUDENT[len(values)] * error
 
 
 def _evaluated(row: metrics.Row) -> bool:

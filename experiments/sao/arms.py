@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from experiments import training
-from experiments.sao import tasks
+from experiments.sao import comparing, tasks
 from rl_tpu.figures import Cell, Claim, Row, Verdict, drawing
 
 LAG = 8
@@ -25,8 +25,7 @@ COLUMNS = (
 
 def cells(scale: str) -> list[Cell]:
   """Methods by seeds."""
-  seeds = (0,) if scale == "smoke" else (0, 1, 2)
-  return [{"method": m, "seed": s} for m in METHODS for s in seeds]
+  return comparing.cells("method", METHODS, scale)
 
 
 def measure(cell: Cell, scale: str) -> list[Row]:
@@ -36,29 +35,17 @@ def measure(cell: Cell, scale: str) -> list[Row]:
   return training.rows_of(config, COLUMNS, max(config.batches // 12, 1))
 
 
-def _final(rows: Sequence[Row]) -> dict[str, list[float]]:
-  """Held-out accuracy at the end, by method, in order of seeds."""
-  last = drawing.where(rows, batch=max(row["batch"] for row in rows))
-  return {
-    name: drawing.values(last, "heldout_accuracy", method=name)
-    for name in METHODS
-  }
-
-
 def _table(rows: Sequence[Row]) -> Verdict:
   """SAO level with GRPO+DIS or above; both above GRPO."""
-  final = _final(rows)
-  seen = "; ".join(f"{n} {drawing.said(v)}" for n, v in final.items())
+  final = comparing.final(rows, "method", METHODS)
   behind, doubt = drawing.difference(final["SAO"], final["GRPO+DIS"])
-  level = behind >= -np.nan_to_num(doubt)
   above = [
     drawing.difference(final[name], final["GRPO"])
     for name in ("SAO", "GRPO+DIS")
   ]
-  if level and all(mean > half for mean, half in above):
-    return Verdict(outcome="passed", seen=seen)
-  right = level and all(mean > 0 for mean, _ in above)
-  return Verdict(outcome="weaker" if right else "not_seen", seen=seen)
+  if behind < -np.nan_to_num(doubt):
+    return Verdict(outcome="not_seen", seen=comparing.said(final))
+  return comparing.verdict(above, comparing.said(final))
 
 
 def _collapse(rows: Sequence[Row]) -> Verdict:
@@ -101,11 +88,4 @@ ARTEFACTS = {
 
 def draw(rows: Sequence[Row], figure) -> None:
   """Reward of training and held-out accuracy over batches."""
-  panels = figure.subplots(1, 2)
-  for name in METHODS:
-    own = drawing.where(rows, method=name)
-    drawing.curve(panels[0], own, "batch", "reward", label=name)
-    drawing.curve(panels[1], own, "batch", "heldout_accuracy", marker="o")
-  panels[0].set(xlabel="batch", ylabel="reward of training", ylim=(0, 1))
-  panels[1].set(xlabel="batch", ylabel="held-out accuracy", ylim=(0, 1))
-  panels[0].legend()
+  comparing.draw(rows, figure, "method", METHODS)

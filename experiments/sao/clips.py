@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from experiments import training
-from experiments.sao import tasks
+from experiments.sao import comparing, tasks
 from rl_tpu.figures import Cell, Claim, Row, Verdict, drawing
 
 LAG = 16
@@ -36,8 +36,7 @@ COLUMNS = ("reward", "heldout_accuracy", "weight_masked", "weight")
 
 def cells(scale: str) -> list[Cell]:
   """Clips by seeds."""
-  seeds = (0,) if scale == "smoke" else (0, 1, 2)
-  return [{"clip": name, "seed": seed} for name in CLIPS for seed in seeds]
+  return comparing.cells("clip", tuple(CLIPS), scale)
 
 
 def measure(cell: Cell, scale: str) -> list[Row]:
@@ -52,17 +51,17 @@ def measure(cell: Cell, scale: str) -> list[Row]:
 
 def _mask_first(rows: Sequence[Row]) -> Verdict:
   """The mask is not below any other, and above no clip at all."""
-  last = drawing.where(rows, batch=max(row["batch"] for row in rows))
-  final = {n: drawing.values(last, "heldout_accuracy", clip=n) for n in CLIPS}
-  seen = "; ".join(f"{n} {drawing.said(v)}" for n, v in final.items())
+  final = comparing.final(rows, "clip", tuple(CLIPS))
   found = {
     name: drawing.difference(final["mask"], final[name])
     for name in ("clamp", "one side", "none")
   }
   level = all(m >= -np.nan_to_num(half) for m, half in found.values())
-  if level and all(mean > half for mean, half in found.values()):
-    return Verdict(outcome="passed", seen=seen)
-  return Verdict(outcome="weaker" if level else "not_seen", seen=seen)
+  if not level:
+    return Verdict(outcome="not_seen", seen=comparing.said(final))
+  clear = all(mean > half for mean, half in found.values())
+  outcome = "passed" if clear else "weaker"
+  return Verdict(outcome=outcome, seen=comparing.said(final))
 
 
 ARTEFACTS = {
@@ -78,11 +77,4 @@ ARTEFACTS = {
 
 def draw(rows: Sequence[Row], figure) -> None:
   """Reward of training and held-out accuracy over batches."""
-  panels = figure.subplots(1, 2)
-  for name in CLIPS:
-    own = drawing.where(rows, clip=name)
-    drawing.curve(panels[0], own, "batch", "reward", label=name)
-    drawing.curve(panels[1], own, "batch", "heldout_accuracy", marker="o")
-  panels[0].set(xlabel="batch", ylabel="reward of training", ylim=(0, 1))
-  panels[1].set(xlabel="batch", ylabel="held-out accuracy", ylim=(0, 1))
-  panels[0].legend(fontsize=7)
+  comparing.draw(rows, figure, "clip", tuple(CLIPS))

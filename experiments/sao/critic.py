@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from experiments import training
-from experiments.sao import tasks
+from experiments.sao import comparing, tasks
 from rl_tpu.figures import Cell, Claim, Row, Verdict, drawing
 
 LAG = 8
@@ -33,8 +33,7 @@ SIZE = (9.0, 3.0)
 
 def cells(scale: str) -> list[Cell]:
   """Arms by seeds."""
-  seeds = (0,) if scale == "smoke" else (0, 1, 2)
-  return [{"arm": name, "seed": seed} for name in ARMS for seed in seeds]
+  return comparing.cells("arm", tuple(ARMS), scale)
 
 
 def measure(cell: Cell, scale: str) -> list[Row]:
@@ -50,20 +49,10 @@ def measure(cell: Cell, scale: str) -> list[Row]:
   return training.rows_of(config, COLUMNS, max(config.batches // 12, 1))
 
 
-def _final(rows: Sequence[Row], arms: Sequence[str]) -> dict[str, list[float]]:
-  last = drawing.where(rows, batch=max(row["batch"] for row in rows))
-  return {a: drawing.values(last, "heldout_accuracy", arm=a) for a in arms}
-
-
 def _ablations(rows: Sequence[Row], arms: Sequence[str]) -> Verdict:
   """SAO above each of the arms, by more than their difference's interval."""
-  final = _final(rows, ("SAO", *arms))
-  seen = "; ".join(f"{n} {drawing.said(v)}" for n, v in final.items())
-  found = [drawing.difference(final["SAO"], final[name]) for name in arms]
-  if all(mean > half for mean, half in found):
-    return Verdict(outcome="passed", seen=seen)
-  right = all(mean > 0 for mean, _ in found)
-  return Verdict(outcome="weaker" if right else "not_seen", seen=seen)
+  final = comparing.final(rows, "arm", ("SAO", *arms))
+  return comparing.above(final, "SAO", arms)
 
 
 def _late(rows: Sequence[Row], name: str, arm: str) -> list[float]:
@@ -78,12 +67,8 @@ def _late(rows: Sequence[Row], name: str, arm: str) -> list[float]:
 
 def _more(rows: Sequence[Row], name: str, more: str, less: str) -> Verdict:
   """A column is larger in one arm than in another, in the second half."""
-  larger, smaller = _late(rows, name, more), _late(rows, name, less)
-  mean, half = drawing.difference(larger, smaller)
-  seen = f"{more} {drawing.said(larger)}, {less} {drawing.said(smaller)}"
-  if mean > half:
-    return Verdict(outcome="passed", seen=seen)
-  return Verdict(outcome="weaker" if mean > 0 else "not_seen", seen=seen)
+  late = {arm: _late(rows, name, arm) for arm in (more, less)}
+  return comparing.above(late, more, [less])
 
 
 def _masked(rows: Sequence[Row]) -> Verdict:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from experiments import training
-from experiments.sao import tasks
+from experiments.sao import comparing, tasks
 from rl_tpu.figures import Cell, Claim, Row, Verdict, drawing
 
 LAG = 8
@@ -23,8 +23,7 @@ COLUMNS = ("reward", "heldout_accuracy", "explained_variance")
 
 def cells(scale: str) -> list[Cell]:
   """Levels by seeds."""
-  seeds = (0,) if scale == "smoke" else (0, 1, 2)
-  return [{"level": name, "seed": seed} for name in LEVELS for seed in seeds]
+  return comparing.cells("level", LEVELS, scale)
 
 
 def measure(cell: Cell, scale: str) -> list[Row]:
@@ -45,12 +44,7 @@ def _token_first(rows: Sequence[Row], column: str) -> Verdict:
     ]
     for name in LEVELS
   }
-  seen = "; ".join(f"{n} {drawing.said(v)}" for n, v in means.items())
-  found = [drawing.difference(means["token"], means[n]) for n in LEVELS[1:]]
-  if all(mean > half for mean, half in found):
-    return Verdict(outcome="passed", seen=seen)
-  right = all(mean > 0 for mean, _ in found)
-  return Verdict(outcome="weaker" if right else "not_seen", seen=seen)
+  return comparing.above(means, "token", LEVELS[1:])
 
 
 ARTEFACTS = {
@@ -72,11 +66,4 @@ ARTEFACTS = {
 
 def draw(rows: Sequence[Row], figure) -> None:
   """Reward of training and held-out accuracy over batches."""
-  panels = figure.subplots(1, 2)
-  for name in LEVELS:
-    own = drawing.where(rows, level=name)
-    drawing.curve(panels[0], own, "batch", "reward", label=name)
-    drawing.curve(panels[1], own, "batch", "heldout_accuracy", marker="o")
-  panels[0].set(xlabel="batch", ylabel="reward of training", ylim=(0, 1))
-  panels[1].set(xlabel="batch", ylabel="held-out accuracy", ylim=(0, 1))
-  panels[0].legend()
+  comparing.draw(rows, figure, "level", LEVELS)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from experiments import training
-from experiments.sao import tasks
+from experiments.sao import comparing, tasks
 from rl_tpu import envs
 from rl_tpu.config import Choice, to_config_dict
 from rl_tpu.figures import Cell, Claim, Row, Verdict, drawing
@@ -28,8 +28,7 @@ COLUMNS = ("reward", *(f"env_style_{name}" for name in STYLES))
 
 def cells(scale: str) -> list[Cell]:
   """Methods by seeds."""
-  seeds = (0,) if scale == "smoke" else (0, 1, 2)
-  return [{"method": m, "seed": s} for m in METHODS for s in seeds]
+  return comparing.cells("method", METHODS, scale)
 
 
 def measure(cell: Cell, scale: str) -> list[Row]:
@@ -75,10 +74,7 @@ def _recovers(rows: Sequence[Row]) -> Verdict:
     for index, (a, b) in enumerate(zip(sao, mean, strict=True), 1)
   )
   found = [drawing.difference(sao[p], mean[p]) for p in (1, 2)]
-  if all(gain > half for gain, half in found):
-    return Verdict(outcome="passed", seen=seen)
-  right = all(gain > 0 for gain, _ in found)
-  return Verdict(outcome="weaker" if right else "not_seen", seen=seen)
+  return comparing.verdict(found, seen)
 
 
 def _switches(rows: Sequence[Row]) -> Verdict:

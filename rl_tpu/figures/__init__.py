@@ -5,7 +5,7 @@ A study is one Python file in a folder of experiments/ that defines
 | name | what |
 |---|---|
 | `ARTEFACTS` | what it remakes: a `Claim` for each figure or table |
-| `cells(scale)` | what is measured: a dict of columns each, seeds among them |
+| `cells(scale)` | what is measured: dicts of the same columns, often a seed |
 | `measure(cell, scale)` | one cell's rows of figures |
 | `draw(rows, figure)` | the picture, on a matplotlib figure |
 

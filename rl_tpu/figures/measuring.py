@@ -6,6 +6,7 @@ on one core each than on two together. Time is linear in the missing cells.
 """
 
 import concurrent.futures
+import itertools
 import multiprocessing
 import os
 import pathlib
@@ -21,8 +22,8 @@ from rl_tpu.figures.study import Cell, Row, Scale, Study
 Note = Callable[[str], None]
 
 
-def fill(study: Study, scale: Scale, jobs: int, note: Note) -> list[Row]:
-  """Measures the cells that the study's file lacks; returns all rows.
+def fill(study: Study, scale: Scale, jobs: int, note: Note) -> None:
+  """Measures the cells that the study's file lacks.
 
   Args:
     study: whose file grows by the rows of a cell at a time.
@@ -35,17 +36,16 @@ def fill(study: Study, scale: Scale, jobs: int, note: Note) -> list[Row]:
   """
   path = study.csv(scale)
   cells = study.cells(scale)
-  rows = _of(cells, studies.read(path))
-  missing = [c for c in cells if not studies.measured(c, rows)]
+  held = studies.by_cell(cells, studies.read(path))
+  missing = [cell for cell in cells if not held[studies.key(cell)]]
   began = time.monotonic()
   for done, (cell, new) in enumerate(_each(study, missing, scale, jobs), 1):
-    rows = _of(cells, [*rows, *new])
-    studies.write(path, rows)
+    held[studies.key(cell)] = new
+    studies.write(path, itertools.chain.from_iterable(held.values()))
     spent = time.monotonic() - began
     left = spent / done * (len(missing) - done)
     words = ", ".join(f"{n} {v}" for n, v in cell.items())
     note(f"{study.name}: {done} of {len(missing)} ({words}), {left:.0f} s left")
-  return rows
 
 
 def again(study: Study, scale: Scale, index: int) -> None:
@@ -71,17 +71,6 @@ def again(study: Study, scale: Scale, index: int) -> None:
         f"{study.name}, {cell}: measured again it is not what the file has "
         f"(column: file, now): {differing}"
       )
-
-
-def _of(cells: Sequence[Cell], rows: Sequence[Row]) -> list[Row]:
-  """The rows in the order of their cells; those of other cells are left out."""
-  order = {studies.key(cell): index for index, cell in enumerate(cells)}
-  names = [*cells[0]] if cells else []
-  placed = [
-    (order.get(studies.key({n: r.get(n, "") for n in names})), r) for r in rows
-  ]
-  known = [(place, row) for place, row in placed if place is not None]
-  return [row for _, row in sorted(known, key=lambda pair: pair[0])]
 
 
 def _each(study: Study, cells: Sequence[Cell], scale: Scale, jobs: int):

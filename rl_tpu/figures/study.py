@@ -14,6 +14,8 @@ from rl_tpu.config import ConfigError
 Value = str | int | float | bool
 Cell = dict[str, Value]
 """Columns that say what is measured."""
+Key = tuple[tuple[str, str], ...]
+"""Of a cell, the same before and after a file."""
 Row = dict[str, Value]
 """A cell's columns and what was measured of it."""
 Scale = Literal["smoke", "cpu", "paper"]
@@ -138,7 +140,7 @@ def _fits(study: Study, name: str) -> bool:
   return name in (study.name, *study.name.split("/"))
 
 
-def key(cell: Mapping[str, Value]) -> tuple[tuple[str, str], ...]:
+def key(cell: Mapping[str, Value]) -> Key:
   """What tells cells apart, the same before and after a file."""
   return tuple((name, written(value)) for name, value in sorted(cell.items()))
 
@@ -184,12 +186,20 @@ def write(path: pathlib.Path, rows: Iterable[Row]) -> None:
   metrics.write_text(path, text.getvalue())
 
 
+def by_cell(cells: Iterable[Cell], rows: Iterable[Row]) -> dict[Key, list[Row]]:
+  """The rows of each cell, in its order; those of no cell are left out."""
+  found: dict[Key, list[Row]] = {key(cell): [] for cell in cells}
+  names = {name for cell in found for name, _ in cell}
+  for row in rows:
+    own = found.get(key({name: row.get(name, "") for name in names}))
+    if own is not None:
+      own.append(row)
+  return found
+
+
 def measured(cell: Cell, rows: Iterable[Row]) -> list[Row]:
-  """The rows of a cell."""
-  wanted = key(cell)
-  return [
-    row for row in rows if key({n: row.get(n, "") for n in cell}) == wanted
-  ]
+  """The rows of one cell."""
+  return by_cell([cell], rows)[key(cell)]
 
 
 def figures(row: Row) -> Row:

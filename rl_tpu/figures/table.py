@@ -20,8 +20,7 @@ Verdicts = dict[str, Verdict]
 def judge(study: Study, scale: Scale) -> tuple[list[Row], Verdicts] | None:
   """A study's rows and verdicts; None where cells are missing."""
   rows = studies.read(study.csv(scale))
-  cells = study.cells(scale)
-  if not all(studies.measured(cell, rows) for cell in cells):
+  if not all(studies.by_cell(study.cells(scale), rows).values()):
     return None
   return rows, {name: c.judge(rows) for name, c in study.claims.items()}
 

@@ -140,9 +140,9 @@ def _check(rule: _Rule, rows: Sequence[Row]) -> Warning | None:
 def _of_staleness(
   rows: Sequence[Row], config: Mapping[str, Any]
 ) -> list[Warning]:
-  limit = config.get("max_staleness")
+  limit = config["max_staleness"]
   found = []
-  if config.get("schedule", "async") != "async":
+  if config["schedule"] != "async":
     return found
   if limit is None or limit > 8:
     found.append(

@@ -127,19 +127,20 @@ def test_goodput_counts_seconds_that_a_crash_lost(tmp_path):
 )
 def test_a_broken_health_rule_is_named(row, config, rule):
   rows = [{"batch": 1, "ratio": 1.0, "truncated": 0.05}, {"batch": 2, **row}]
-  config = {"max_staleness": 8} | config
-  (warning,) = health.warnings(rows, config)
+  usual = {"schedule": "async", "max_staleness": 8}
+  (warning,) = health.warnings(rows, usual | config)
   assert warning.rule == rule
-  assert health.warnings(rows[:1], {"max_staleness": 8}) == []
+  assert health.warnings(rows[:1], usual) == []
 
 
 def test_a_reward_that_collapsed_is_a_warning():
   up = [{"batch": b, "reward": 0.9} for b in range(1, 31)]
   down = [{"batch": b, "reward": 0.1} for b in range(31, 41)]
-  (warning,) = health.warnings(up + down, {"max_staleness": 2})
+  config = {"schedule": "async", "max_staleness": 2}
+  (warning,) = health.warnings(up + down, config)
   assert warning.rule == "reward"
   assert warning.worst == pytest.approx(0.1)
-  assert health.warnings(down + up, {"max_staleness": 2}) == []
+  assert health.warnings(down + up, config) == []
 
 
 def test_the_trace_has_every_interval_in_microseconds(tmp_path):

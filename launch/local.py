@@ -11,10 +11,11 @@ the trainer's JSON.
 
 They end together. SIGINT or SIGTERM stops the trainer with a checkpoint, from
 which the same command goes on; a second one kills. No process stays. The exit
-code is 0 when the run is complete, 130 when a signal stopped it, 2 when it was
-refused, else that of the process that failed first, 128 + n if signal n killed
-it. With --restarts=N a generator that died is started again, and a trainer
-that died goes on from its newest checkpoint, N times each in all.
+code is 0 when the run is complete, 130 when a signal stopped it (either one), 2
+when it was refused, else that of the process that failed first, 128 + n if
+signal n killed it; the last line names that process. With --restarts=N a
+generator that died is started again, and a trainer that died goes on from its
+newest checkpoint, N times each in all.
 """
 
 import argparse
@@ -36,7 +37,10 @@ from collections.abc import Callable, Iterable, Sequence
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 STOPPED, REFUSED = 130, 2
 _LEAVE_SECONDS = 40.0
-"""For trainer processes to end by themselves when one of them failed."""
+"""For trainer processes to end by themselves when the run is complete."""
+_FAILED_SECONDS = 12.0
+"""The same when one of them failed, then again for generators that were told:
+a run that failed has ended within half a minute."""
 _LAST_WORDS_SECONDS = 5.0
 """For lines of a process that has ended to be read."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -108,7 +112,7 @@ class Launcher:
     self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     self._running: list[Running] = []
     self._printing = threading.Lock()
-    self._json = ""
+    self._json = self._failed = ""
     self._signalled = False
 
   def run(self) -> int:
@@ -121,7 +125,10 @@ class Launcher:
       self._start(self._generators)
       self._start(self._trainer())
       code = self._watch()
-      self._end(self._of("generator"))
+      grace = self._grace_seconds
+      if self._failed:
+        grace = min(grace, _FAILED_SECONDS)
+      self._end(self._of("generator"), grace)
     finally:
       for running in self._running:
         running.signal(signal.SIGKILL)
@@ -130,6 +137,8 @@ class Launcher:
         signal.signal(kind, handler)
     if self._json and code == 0:
       print(self._json, flush=True)
+    if self._failed:
+      self._say(f"the run ended because {self._failed}")
     return code
 
   def _watch(self) -> int:
@@ -141,21 +150,26 @@ class Launcher:
       if event not in self._running:
         continue
       code = self._forget(event)
+      what = f"{event.part.name} ended with exit code {code}"
       if event.part.role == "generator":
-        self._say(f"{event.part.name} ended with exit code {code}")
+        self._say(what)
         if self._may_restart("generator"):
           self._start([event.part])
           continue
-        self._end(self._of("trainer"))
+        self._end(self._of("trainer"), self._grace_seconds)
+        self._failed = what
         return code or 1
       if code == 0 and event.part.index > 0:
         continue
-      self._leave(self._of("trainer"))
+      self._leave(
+        self._of("trainer"), _FAILED_SECONDS if code else _LEAVE_SECONDS
+      )
       if code == 0:
         self._json = event.last
         return 0
-      self._say(f"{event.part.name} ended with exit code {code}")
+      self._say(what)
       if code in (STOPPED, REFUSED) or not self._may_restart("trainer"):
+        self._failed = what if code != STOPPED else ""
         return code
       if self._signalled:
         return STOPPED
@@ -165,7 +179,7 @@ class Launcher:
     """Lets the trainer write a checkpoint; it may be complete by chance."""
     self._say("stopping; once more kills")
     trainers = self._of("trainer")
-    self._end(trainers)
+    self._end(trainers, self._grace_seconds)
     if any(running.code for running in trainers):
       return STOPPED
     self._json = trainers[0].last
@@ -231,22 +245,22 @@ class Launcher:
       for reader in running.readers:
         reader.join(_LAST_WORDS_SECONDS)
 
-  def _end(self, these: list[Running]) -> None:
+  def _end(self, these: list[Running], grace_seconds: float) -> None:
     """Asks these to end, and kills what does not."""
     for running in these:
       running.signal(signal.SIGTERM)
-    self._leave(these, self._grace_seconds)
+    self._leave(these, grace_seconds)
 
-  def _leave(
-    self, these: list[Running], seconds: float = _LEAVE_SECONDS
-  ) -> None:
+  def _leave(self, these: list[Running], seconds: float) -> None:
     """Lets these end by themselves; kills those that take too long.
 
-    A signal to this process kills them at once.
+    A signal to this process kills them at once, and all that comes later.
     """
     deadline = time.monotonic() + seconds
     left, others = set(these), []
     while left and (wait := deadline - time.monotonic()) > 0:
+      if self._signalled:
+        break
       try:
         event = self._events.get(timeout=wait)
       except queue.Empty:

@@ -5,6 +5,7 @@ the last line of stdout: its headline figures. The exit code is 0 only if the
 command did what it was asked; 130 if a signal stopped it.
 """
 
+import importlib
 import json
 import logging
 import os
@@ -20,12 +21,13 @@ commands:
   train     train, or go on from the newest checkpoint of the same run
   sft       only the supervised warm start that train begins with, cached
   value     only the value pretraining after it (sao, vapo), cached
-  evaluate  held-out accuracy of the newest checkpoint of a run
+  evaluate  attempts at a task's questions by any checkpoint: pass@k, maj@k
   serve     the generator as a network service, with the newest checkpoint
   export    the newest checkpoint as a folder that transformers loads
   compile   what a run would take on TPUs, found on a CPU: memory, time, network
   simulate  what a pod would do, on a virtual clock: throughput, staleness, idle
-  report    draw a run's figure again: run.png in its directory
+  report    RUN [RUN2]: runs as a page, a trace and a picture; see report --help
+  figures   remake the papers' figures; takes no --config, see figures --help
 
 FILE defines get_config(ARG); see experiments/quickstart.py. Any field can be
 set, for example --config.seed=1 --config.learner.learning_rate=1e-4.
@@ -54,14 +56,17 @@ _SHORT = {
 
 def main(arguments: list[str]) -> int:
   """Runs one command; returns the exit code."""
+  if len(arguments) > 1 and arguments[1] in WITHOUT_CONFIG:
+    return _without_config(*arguments[1:])
   asked = {"-h", "--help"} & {*arguments[1:]} or arguments[1:2] == ["help"]
   if len(arguments) < 2 or asked:
     print(USAGE, end="")
     return 0 if len(arguments) > 1 else 2
   command = COMMANDS.get(arguments[1])
   if command is None:
+    names = sorted([*COMMANDS, *WITHOUT_CONFIG])
     print(
-      f"command is {arguments[1]!r}; it must be one of {sorted(COMMANDS)}",
+      f"command is {arguments[1]!r}; it must be one of {names}",
       file=sys.stderr,
     )
     return 2
@@ -182,13 +187,14 @@ def _prepare_jax(config) -> None:
 def _train(config) -> dict[str, Any]:
   import jax
 
-  from rl_tpu import report, train, trainer
+  from rl_tpu import train, trainer
+  from rl_tpu.report import figure
   from rl_tpu.view import View
 
   if jax.process_index() > 0:
     return trainer.follow(config)
   figures = train.run(config, View(config.batches))
-  report.plot(config.run_directory)
+  figure.plot(config.run_directory)
   return figures
 
 
@@ -210,10 +216,10 @@ def _value(config) -> dict[str, Any]:
 
 
 def _evaluate(config) -> dict[str, Any]:
-  from rl_tpu import train
+  from rl_tpu import assess
   from rl_tpu.view import View
 
-  return train.evaluate_newest(config, View(0))
+  return assess.run(config, View(0))
 
 
 def _serve(config) -> dict[str, Any]:
@@ -243,12 +249,20 @@ def _simulate(config) -> dict[str, Any]:
   return simulate.run(config, print)
 
 
-def _report(config) -> dict[str, Any]:
-  from rl_tpu import report
+def _without_config(name: str, *arguments: str) -> int:
+  """A command with arguments of its own: run directories, studies."""
+  from rl_tpu.config import ConfigError
 
-  return {"figure": str(report.plot(config.run_directory))}
+  command = importlib.import_module(f"rl_tpu.{name}.command")
+  try:
+    print(json.dumps(command.run(arguments)))
+  except ConfigError as error:
+    print(f"rl_tpu: {error}", file=sys.stderr)
+    return 2
+  return 0
 
 
+WITHOUT_CONFIG = ("figures", "report")
 COMMANDS: dict[str, Callable[[Any], dict[str, Any]]] = {
   "train": _train,
   "sft": _sft,
@@ -258,7 +272,6 @@ COMMANDS: dict[str, Callable[[Any], dict[str, Any]]] = {
   "export": _export,
   "compile": _compile,
   "simulate": _simulate,
-  "report": _report,
 }
 
 

@@ -24,14 +24,16 @@ import asyncio
 import collections
 import dataclasses
 import heapq
+import itertools
 import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rl_tpu.agents import Stage
 from rl_tpu.buffer import Buffer
-from rl_tpu.envs import Environment, Limits
-from rl_tpu.episode import Generator, run_episode
+from rl_tpu.envs import Agent, Environment, Limits
+from rl_tpu.episode import Generator
 from rl_tpu.rewards import shaping as shapes
 from rl_tpu.staleness import Admission
 from rl_tpu.types import (
@@ -96,7 +98,7 @@ class Actor:
     config: Config,
     *,
     generator: Generator,
-    make_group: Callable[[Prompt, int], Sequence[Environment]],
+    make_group: Callable[[Prompt, int], Sequence[Environment | Agent]],
     prompts: Callable[[int], Prompt],
     admission: Admission,
     buffer: Buffer,
@@ -133,6 +135,7 @@ class Actor:
     self._admission = admission
     self._buffer = buffer
     self._keep = keep
+    self._stage = Stage()
 
     self._version = 0
     self._served: float = math.inf
@@ -376,14 +379,13 @@ class Actor:
     if any(episode.cancelled() for episode in episodes):
       self._fail(index, RuntimeError("an episode was cancelled from outside"))
       return
-    self._complete(
-      Group(prompt=prompt, trajectories=tuple(e.result() for e in episodes))
-    )
+    trajectories = itertools.chain(*(one.result() for one in episodes))
+    self._complete(Group(prompt=prompt, trajectories=tuple(trajectories)))
 
   async def _run_member(
-    self, prompt: Prompt, member: int, environment: Environment
-  ) -> Trajectory:
-    trajectory = await run_episode(
+    self, prompt: Prompt, member: int, environment: Environment | Agent
+  ) -> list[Trajectory]:
+    played = await self._stage.play(
       self._generator,
       environment,
       prompt,
@@ -395,7 +397,10 @@ class Actor:
       progress=self._progress[prompt.index][member],
       limits=self._config.limits,
     )
-    return shapes.shape(trajectory, self._config.shaping)
+    return [
+      shapes.shape(trajectory, self._config.shaping)
+      for trajectory in played.trajectories
+    ]
 
   def _complete(self, group: Group) -> None:
     """A running group goes to the buffer, or is dropped by the filter."""

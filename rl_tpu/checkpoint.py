@@ -6,6 +6,10 @@ A version holds everything a run resumes from, taken at one moment:
          history as flat arrays, and the generator's weights where they are of
          another version
   meta   version, data cursor, unfinished and dropped prompts, counters (JSON)
+A run that stops some time after it saved its version has the same state, but
+more tokens: `later.npz` in the version holds host and meta of that moment, and
+goes before them.
+
 There are no generator states to save: every random draw is keyed by the seed
 in the config and by what it is drawn for.
 
@@ -15,7 +19,9 @@ warns of each version that it passes over.
 """
 
 import dataclasses
+import json
 import logging
+import math
 import os
 import pathlib
 import shutil
@@ -29,6 +35,7 @@ import orbax.checkpoint as ocp
 
 from rl_tpu import processes
 from rl_tpu.types import (
+  EXTRAS,
   STOP_REASONS,
   Chunk,
   Group,
@@ -38,6 +45,8 @@ from rl_tpu.types import (
 )
 
 PARTS = ("state", "host", "meta")
+_LATER = "later.npz"
+_META = "later_meta"
 _PER_TOKEN = {
   "tokens": np.int32,
   "action_mask": np.bool_,
@@ -45,12 +54,17 @@ _PER_TOKEN = {
   "token_version": np.int32,
   "rewards": np.float32,
 }
-_HEAD = {"behavior_topk_ids": np.int32, "behavior_topk_logp": np.float32}
+_EXTRAS = {
+  "behavior_topk_ids": np.int32,
+  "behavior_topk_logp": np.float32,
+  "behavior_experts": np.int16,
+}
 _PER_CHUNK = {
   "tokens": np.int32,
   "logp": np.float32,
   "topk_ids": np.int32,
   "topk_logp": np.float32,
+  "experts": np.int16,
 }
 _REASONS = (None, *STOP_REASONS)
 
@@ -82,14 +96,16 @@ class Checkpointer:
   ) -> None:
     """Starts saving; the state may be donated once this returns.
 
-    A version that was saved or restored last is on disk and not saved again;
-    versions that a restoration passed over make way.
+    Of a version that was saved or restored last the state is on disk, and only
+    what process 0 holds beside it is saved again, at once; versions that a
+    restoration passed over make way.
 
     Raises:
       Exception: an earlier save failed in the background.
     """
     self._manager.check_for_errors()
     if version == self._held:
+      self._save_later(version, host, meta)
       return
     while self._passed_over:
       self._manager.delete(self._passed_over.pop())
@@ -104,11 +120,43 @@ class Checkpointer:
     )
     self._held = version
 
+  def _save_later(self, version: int, host: dict[str, Any], meta: dict) -> None:
+    """Replaces host and meta of a version that is on disk, or is soon."""
+    if jax.process_index() != 0:
+      return
+    self._manager.wait_until_finished()
+    # What is not flat are the generator's weights, as they were.
+    arrays: dict[str, Any] = {
+      name: array
+      for name, array in host.items()
+      if isinstance(array, np.ndarray)
+    }
+    arrays[_META] = np.frombuffer(json.dumps(meta).encode(), np.uint8)
+    final = self.directory / str(version) / _LATER
+    building = final.with_name(f"building-{uuid.uuid4().hex}.npz")
+    np.savez(building, **arrays)
+    os.replace(building, final)
+
+  def _restored(self, version: int, parts: Any) -> Restored:
+    """The parts of a version, as they were when it was saved last."""
+    state, host, meta = (parts[part] for part in PARTS)
+    path = self.directory / str(version) / _LATER
+    if path.exists():
+      with np.load(path) as saved:
+        later = dict(saved)
+      meta = json.loads(later.pop(_META).tobytes())
+      host = host | later
+    return Restored(version=version, state=state, host=host, meta=meta)
+
   def restore_latest(self, abstract_state: Any) -> Restored | None:
     """The newest version that has all its parts; None if there is none.
 
     Args:
       abstract_state: a tree of ShapeDtypeStruct with the wanted shardings.
+
+    Raises:
+      ValueError: what was saved is of another type, as a key of another
+        generator of random numbers is.
     """
     for version in sorted(self._manager.all_steps(), reverse=True):
       missing = [
@@ -135,8 +183,9 @@ class Checkpointer:
           meta=ocp.args.JsonRestore(),
         ),
       )
+      _check_types(parts["state"], abstract_state)
       self._held = version
-      return Restored(version=version, **{part: parts[part] for part in PARTS})
+      return self._restored(version, parts)
     return None
 
   def close(self) -> None:
@@ -144,6 +193,19 @@ class Checkpointer:
     self._manager.wait_until_finished()
     self._manager.check_for_errors()
     self._manager.close()
+
+
+def _check_types(restored: Any, abstract: Any) -> None:
+  """Refuses arrays of another type than was asked for, by name."""
+
+  def check(path, leaf, like):
+    if leaf.dtype != like.dtype:
+      raise ValueError(
+        f"state{jax.tree_util.keystr(path)} was saved as {leaf.dtype}; it "
+        f"must be {like.dtype}"
+      )
+
+  jax.tree_util.tree_map_with_path(check, restored, abstract)
 
 
 def save_params(directory: str | os.PathLike, params: Any) -> None:
@@ -207,14 +269,15 @@ def restore_named(
 def pack_groups(groups: Sequence[Group]) -> tuple[dict[str, np.ndarray], list]:
   """Groups as flat arrays and a JSON-able list of what is not an array."""
   trajectories = [t for group in groups for t in group.trajectories]
-  with_head = [t for t in trajectories if t.behavior_topk_ids is not None]
   arrays = {
     name: _flat((getattr(t, name) for t in trajectories), dtype)
     for name, dtype in _PER_TOKEN.items()
   }
   arrays |= {
-    name: _flat((getattr(t, name) for t in with_head), dtype)
-    for name, dtype in _HEAD.items()
+    name: _flat(
+      (x for t in trajectories if (x := getattr(t, name)) is not None), dtype
+    )
+    for name, dtype in _EXTRAS.items()
   }
   arrays["prompts"] = _flat((g.prompt.tokens for g in groups), np.int32)
   described = [
@@ -225,9 +288,7 @@ def pack_groups(groups: Sequence[Group]) -> tuple[dict[str, np.ndarray], list]:
       "trajectories": [
         {
           "tokens": len(t),
-          "head_size": (
-            0 if t.behavior_topk_ids is None else t.behavior_topk_ids.shape[1]
-          ),
+          "extras": _shapes(t, _EXTRAS),
           "prompt_id": t.prompt_id,
           "group_id": t.group_id,
           "member": t.member,
@@ -243,6 +304,12 @@ def pack_groups(groups: Sequence[Group]) -> tuple[dict[str, np.ndarray], list]:
   return arrays, described
 
 
+def _shapes(sampled: Trajectory | Chunk, names: Iterable[str]) -> dict:
+  """Of one token's entry in those of these arrays that are there."""
+  arrays = {name: getattr(sampled, name) for name in names}
+  return {n: x.shape[1:] for n, x in arrays.items() if x is not None}
+
+
 def _flat(pieces: Iterable[Any], dtype: Any) -> np.ndarray:
   """All entries in a row, after one 0: an empty array cannot be stored."""
   one = np.zeros(1, dtype)
@@ -253,7 +320,8 @@ def unpack_groups(
   arrays: dict[str, np.ndarray], described: list
 ) -> list[Group]:
   """The groups that `pack_groups` was given."""
-  groups, start, head_start, prompt_start = [], 1, 1, 1
+  groups, start, prompt_start = [], 1, 1
+  extra_starts = dict.fromkeys(_EXTRAS, 1)
   for group in described:
     prompt_end = prompt_start + group["prompt_tokens"]
     prompt = Prompt(
@@ -264,14 +332,13 @@ def unpack_groups(
     prompt_start = prompt_end
     trajectories = []
     for saved in group["trajectories"]:
-      tokens, size = saved["tokens"], saved["head_size"]
-      end, head_end = start + tokens, head_start + tokens * size
+      end = start + saved["tokens"]
       fields = {n: np.asarray(arrays[n])[start:end] for n in _PER_TOKEN}
-      if size:
-        fields |= {
-          name: np.asarray(arrays[name])[head_start:head_end].reshape(-1, size)
-          for name in _HEAD
-        }
+      for name, shape in saved["extras"].items():
+        first = extra_starts[name]
+        extra_starts[name] += saved["tokens"] * math.prod(shape)
+        flat = np.asarray(arrays[name])[first : extra_starts[name]]
+        fields[name] = flat.reshape(-1, *shape)
       trajectories.append(
         Trajectory(
           **fields,
@@ -283,7 +350,7 @@ def unpack_groups(
           metrics=saved["metrics"],
         )
       )
-      start, head_start = end, head_end
+      start = end
     groups.append(Group(prompt=prompt, trajectories=tuple(trajectories)))
   return groups
 
@@ -321,7 +388,7 @@ def _described(turn: Turn) -> dict[str, Any]:
         "tokens": len(chunk.tokens),
         "version": chunk.version,
         "stop_reason": _REASONS.index(chunk.stop_reason),
-        "head_size": 0 if chunk.topk_ids is None else chunk.topk_ids.shape[1],
+        "extras": _shapes(chunk, EXTRAS),
       }
       for chunk in turn.chunks
     ],
@@ -338,18 +405,17 @@ def unpack_progress(arrays: dict[str, np.ndarray], described: list) -> Progress:
     return np.asarray(arrays[f"progress_{name}"])[start : start + count]
 
   def chunk(saved: dict[str, Any]) -> Chunk:
-    n, size = saved["tokens"], saved["head_size"]
-    head = {
-      name: take(name, n * size).reshape(n, size)
-      for name in ("topk_ids", "topk_logp")
-      if size
+    n = saved["tokens"]
+    kept = {
+      name: take(name, n * math.prod(shape)).reshape(n, *shape)
+      for name, shape in saved["extras"].items()
     }
     return Chunk(
       tokens=take("tokens", n),
       logp=take("logp", n),
       version=saved["version"],
       stop_reason=_REASONS[saved["stop_reason"]],
-      **head,
+      **kept,
     )
 
   def turn(saved: dict[str, Any]) -> Turn:

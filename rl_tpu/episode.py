@@ -9,13 +9,13 @@ import asyncio
 import collections
 import dataclasses
 import math
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from jaxtyping import Int
 
-from rl_tpu.envs import Environment, Limits, Step
+from rl_tpu.envs import Environment, Limits, Step, answered
 from rl_tpu.types import (
   Chunk,
   Completion,
@@ -88,11 +88,11 @@ async def run_episode(
       its contract.
     EpisodeError: the environment raised, took too long or broke its contract.
   """
-  stream = _Stream()
+  stream = Stream()
   limits = limits or Limits()
   progress = [] if progress is None else progress
   counted: collections.Counter[str] = collections.Counter()
-  observation = await _answer(environment.reset(), limits)
+  observation = await _answer(limits, environment.reset)
   _check_observation(observation, limits)
   stop_reason: StopReason = "length"
   for number in range(max_turns):
@@ -111,9 +111,9 @@ async def run_episode(
     )
     turn = _turn(progress, number, observation)
     completion = await generator.generate(request, turn.chunks)
-    _check_completion(completion, request)
+    check_completion(completion, request)
     step = await _answer(
-      environment.step(completion.tokens, completion.stop_reason), limits
+      limits, environment.step, completion.tokens, completion.stop_reason
     )
     _check_step(step, limits)
     stream.act(completion, step.reward)
@@ -148,12 +148,14 @@ def _turn(progress: list[Turn], number: int, observation: np.ndarray) -> Turn:
   return progress[number]
 
 
-async def _answer(work: Awaitable[_T], limits: Limits) -> _T:
+async def _answer(
+  limits: Limits, ask: Callable[..., Awaitable[_T]], *arguments: Any
+) -> _T:
   """What an environment answers in time; whatever it raises has a name."""
   timeout = asyncio.timeout(limits.step_seconds)
   try:
     async with timeout:
-      return await work
+      return await answered(ask, *arguments)
   except EpisodeError:
     raise
   except SystemExit as error:
@@ -206,7 +208,7 @@ def _check_observation(observation: np.ndarray, limits: Limits) -> None:
     )
 
 
-class _Stream:
+class Stream:
   """A trajectory under construction, piece by piece."""
 
   def __init__(self):
@@ -215,15 +217,26 @@ class _Stream:
     self._completions: list[Completion] = []
 
   def __len__(self) -> int:
+    """Tokens so far."""
     return self._length
 
+  def copy(self) -> "Stream":
+    """The same, to go on another way."""
+    copy = Stream()
+    copy._length = self._length
+    copy._pieces = [*self._pieces]
+    copy._completions = [*self._completions]
+    return copy
+
   def observe(self, tokens: np.ndarray) -> None:
+    """Appends what the policy reads."""
     n = len(tokens)
     self._append(
       tokens, np.zeros(n, bool), np.zeros(n), np.full(n, -1), np.zeros(n)
     )
 
   def act(self, completion: Completion, reward: float) -> None:
+    """Appends what it said; the reward lies on the last token."""
     n = len(completion.tokens)
     rewards = np.zeros(n)
     rewards[-1] = reward
@@ -237,6 +250,7 @@ class _Stream:
     )
 
   def tokens(self) -> Int[np.ndarray, " T"]:
+    """All of them so far."""
     return np.concatenate([piece[0] for piece in self._pieces])
 
   def fields(self) -> dict[str, Any]:
@@ -247,7 +261,8 @@ class _Stream:
     )
     columns = zip(*self._pieces, strict=True)
     fields = dict(zip(names, map(np.concatenate, columns), strict=True))
-    return fields | self._head(fields["action_mask"])
+    mask = fields["action_mask"]
+    return fields | self._head(mask) | self._experts(mask)
 
   def _head(self, action_mask: np.ndarray) -> dict[str, np.ndarray]:
     """The turns' heads at their action tokens; nothing where none is kept."""
@@ -272,6 +287,22 @@ class _Stream:
     )
     return {"behavior_topk_ids": ids, "behavior_topk_logp": logp}
 
+  def _experts(self, action_mask: np.ndarray) -> dict[str, np.ndarray]:
+    """The turns' experts at their action tokens; nothing without them."""
+    turns = [c.experts for c in self._completions if c.experts is not None]
+    if not turns:
+      return {}
+    shapes = {turn.shape[1:] for turn in turns}
+    if len(shapes) > 1 or len(turns) < len(self._completions):
+      raise ValueError(
+        f"the generator returned experts of shapes {sorted(shapes)} with "
+        f"{len(turns)} of an episode's {len(self._completions)} turns; every "
+        "turn must have them, and all of one shape"
+      )
+    experts = np.full((self._length, *shapes.pop()), -1, np.int16)
+    experts[action_mask] = np.concatenate(turns)
+    return {"behavior_experts": experts}
+
   def _append(self, *columns: np.ndarray) -> None:
     types = (np.int32, bool, np.float32, np.int32, np.float32)
     self._pieces.append(
@@ -280,7 +311,7 @@ class _Stream:
     self._length += len(columns[0])
 
 
-def _check_completion(completion: Completion, request: Request) -> None:
+def check_completion(completion: Completion, request: Request) -> None:
   """Raises ValueError where a generator broke its contract."""
   n = len(completion.tokens)
   if not 1 <= n <= request.sampling.max_tokens:
@@ -299,6 +330,12 @@ def _check_completion(completion: Completion, request: Request) -> None:
     raise ValueError(
       f"the generator returned {n} tokens with topk_ids of shape {ids} and "
       f"topk_logp of shape {logp}; they must be ({n}, K) alike, or both None"
+    )
+  experts = completion.experts
+  if experts is not None and (experts.ndim, len(experts)) != (3, n):
+    raise ValueError(
+      f"the generator returned {n} tokens with experts of shape "
+      f"{experts.shape}; they must be ({n}, layers, experts of each), or None"
     )
   if completion.stop_reason not in ("stop", "length"):
     raise ValueError(

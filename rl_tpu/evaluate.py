@@ -10,13 +10,10 @@ import asyncio
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from rl_tpu import metrics
-from rl_tpu.envs import Environment, Limits
-from rl_tpu.episode import Generator, run_episode
-from rl_tpu.types import Prompt, Sampling, Trajectory
-
-_SEED = 0x5EED
-"""Added to the run's seed: held-out draws share no key with training."""
+from rl_tpu import attempts, metrics
+from rl_tpu.envs import Agent, Environment, Limits
+from rl_tpu.episode import Generator
+from rl_tpu.types import Prompt, Sampling
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,6 +25,11 @@ class Config:
   after."""
   problems: int = 200
   """Held-out questions asked each time, >= 1."""
+  frozen: bool = False
+  """Whether an evaluation beside asynchronous training keeps to the version
+  that it began with: a second engine, with weights and cache of its own on the
+  generator's devices, answers it. Otherwise it shares the generator, and newer
+  weights may reach it under way."""
 
   def __post_init__(self):
     for name, least in (("every", 0), ("problems", 1)):
@@ -39,7 +41,7 @@ class Config:
 
 async def evaluate(
   generator: Generator,
-  make_environment: Callable[[Prompt], Environment],
+  make_environment: Callable[[Prompt], Environment | Agent],
   prompts: Sequence[Prompt],
   *,
   sampling: Sampling,
@@ -60,25 +62,22 @@ async def evaluate(
   greedy = dataclasses.replace(sampling, temperature=0.0)
 
   async def mean(settings: Sampling) -> tuple[float, int, dict[str, float]]:
-    episodes = (
-      run_episode(
-        generator,
-        make_environment(prompt),
-        prompt,
-        member=0,
-        sampling=settings,
-        seed=seed + _SEED,
-        max_turns=max_turns,
-        max_trajectory_tokens=max_trajectory_tokens,
-        limits=limits,
-      )
-      for prompt in prompts
+    made = await attempts.attempt(
+      generator,
+      make_environment,
+      prompts,
+      sampling=settings,
+      seed=seed,
+      max_turns=max_turns,
+      max_trajectory_tokens=max_trajectory_tokens,
+      limits=limits,
     )
-    results = await asyncio.gather(*episodes, return_exceptions=True)
-    good = [r for r in results if isinstance(r, Trajectory)]
-    counted = metrics.describe_environments(good)
-    total = sum(r.outcome for r in good)
-    return total / len(results), len(results) - len(good), counted
+    good = [one for one in made if one.trajectories]
+    counted = metrics.describe_environments(
+      [trajectory for one in good for trajectory in one.trajectories]
+    )
+    total = sum(one.reward for one in made)
+    return total / len(made), len(made) - len(good), counted
 
   sampled, most_likely = await asyncio.gather(mean(sampling), mean(greedy))
   accuracy, failed, counted = sampled

@@ -13,7 +13,7 @@ the division happens once). Updates whose gradient is not finite are skipped
 and counted; several in a row stop the run.
 
 Rows are laid out [minibatches, microbatches, rows, T]; `rows` is split over
-the (data, fsdp) axes of the mesh.
+the (data, fsdp, expert) axes of the mesh, and T over `sequence` in the model.
 """
 
 import dataclasses
@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jaxtyping import Float
 
 from rl_tpu import algorithms, critic, ops, optimizer, scoring, sharding
 from rl_tpu.models import moe, transformer
@@ -48,6 +49,11 @@ class Config(optimizer.Config):
   """Most positions of each row whose logits live at once, >= 0; 0 is all of
   them. Rows longer than that pass the output head once more (Score Centering:
   128)."""
+  router_replay: bool = False
+  """Sampled tokens pass the experts that their generator chose for them
+  (engine.record_experts), under the router's own gates: what separates the
+  numbers of both sides cannot turn into other experts (R3, arXiv:2510.11370).
+  Prompts and observations, the reference and the critic choose themselves."""
 
   def __post_init__(self):
     super().__post_init__()
@@ -102,13 +108,25 @@ class Learner:
       critic_config: of the critic, where the algorithm has one.
 
     Raises:
-      ValueError: weights or microbatch rows do not divide over the mesh.
+      ValueError: weights or microbatch rows do not divide over the mesh, or
+        there are no experts to replay.
     """
     ways = sharding.ways(mesh, "rows")
+    if config.router_replay and not policy.config.num_experts:
+      raise ValueError(
+        "router_replay is True; it must be False for a policy without experts "
+        "(num_experts 0)"
+      )
     if config.microbatch_rows % ways:
       raise ValueError(
         f"microbatch_rows is {config.microbatch_rows}; it must be a multiple "
         f"of data * fsdp * expert = {ways}"
+      )
+    parts = sharding.ways(mesh, "context")
+    if config.row_length % parts:
+      raise ValueError(
+        f"row_length is {config.row_length}; it must be a multiple of "
+        f"sequence = {parts}"
       )
     self.policy = policy
     self.algorithm = algorithm
@@ -133,6 +151,7 @@ class Learner:
         mesh,
       )
     self._reference: Any = None
+    self._seen: dict[str, Any] = {}
     rows = sharding.named(mesh, None, None, "rows")
     self._score = jax.jit(self._score_batch, out_shardings=rows)
     self._credit = jax.jit(self._credit_batch, out_shardings=rows)
@@ -192,7 +211,7 @@ class Learner:
       ValueError: its rows do not divide into minibatches and microbatches.
     """
     n, m, r = self._dealt(batch.tokens.shape[0])
-    arranged = batch.map_rows(
+    arranged = self._with_replay(batch).map_rows(
       lambda x: jax.ShapeDtypeStruct((n, m, r, *x.shape[1:]), x.dtype)
     )
     arranged = sharding.placed(arranged, self._places(arranged))
@@ -230,7 +249,8 @@ class Learner:
 
     Raises:
       NonFiniteError: too many updates in a row were skipped.
-      ValueError: a reference policy is needed and was not set.
+      ValueError: a reference policy is needed and was not set, or the batch
+        lacks the experts to replay.
     """
     if "reference_logp" in self.requires and self._reference is None:
       raise ValueError(
@@ -250,6 +270,9 @@ class Learner:
         )
       advantages = self._credit(arranged, outputs)
       arranged = dataclasses.replace(arranged, advantages=advantages)
+      self._seen = {"advantage": advantages}
+      if outputs.proximal_logp is not None:
+        self._seen["proximal_logp"] = outputs.proximal_logp
       for index in range(0 if frozen else self.config.minibatches):
         policy, metrics = self._update(policy, arranged, outputs, index)
         pooled = _pool(pooled, metrics)
@@ -257,6 +280,13 @@ class Learner:
       params=policy.params, optimizer=policy.optimizer, critic=values
     )
     return state, self._fetch(state, pooled)
+
+  def seen(self) -> dict[str, Float[np.ndarray, "R T"]]:
+    """Advantages of the batch trained last, and proximal_logp if it had any.
+
+    In the rows of that batch; NaN in those that only other processes hold.
+    """
+    return {name: _undealt(array) for name, array in self._seen.items()}
 
   def train_critic(
     self, state: State, batch: Batch
@@ -273,6 +303,7 @@ class Learner:
   def _arrange(self, batch: Batch) -> Batch:
     """Deals rows to minibatches in turn and puts them on the mesh."""
     n, m, r = self._dealt(batch.tokens.shape[0])
+    batch = self._with_replay(batch)
 
     def deal(x):
       rest = np.shape(x)[1:]
@@ -281,6 +312,24 @@ class Learner:
 
     batch = batch.map_rows(deal)
     return sharding.distribute(batch, self._places(batch))
+
+  def _with_replay(self, batch: Batch) -> Batch:
+    """The batch, with experts if and only if they are replayed."""
+    if not self.config.router_replay:
+      return dataclasses.replace(batch, behavior_experts=None)
+    if batch.behavior_experts is None:
+      raise ValueError(
+        "router_replay is True, but the batch has no behavior_experts: its "
+        "generators must deliver them (engine.record_experts)"
+      )
+    wanted = self.policy.config.routed
+    shape = batch.behavior_experts.shape[2:]
+    if shape != wanted:
+      raise ValueError(
+        f"behavior_experts has {shape} layers and experts a token; it must "
+        f"have {wanted}, those of the policy"
+      )
+    return batch
 
   def _dealt(self, rows: int) -> tuple[int, int, int]:
     """How many minibatches, microbatches of each, and rows of each."""
@@ -317,6 +366,7 @@ class Learner:
       )
     if reference is None:
       return outputs
+    arranged = dataclasses.replace(arranged, behavior_experts=None)
     known = self._forward(reference, arranged, frozenset())
     return dataclasses.replace(outputs, reference_logp=known.target_logp)
 
@@ -442,6 +492,15 @@ class Learner:
       metrics |= moe.imbalance(np.asarray(load))
     skipped = sum(total for _, total in guards.values())
     return metrics | {"nonfinite_updates": float(skipped)}
+
+
+def _undealt(array: jax.Array) -> Float[np.ndarray, "R T"]:
+  """What this process holds of a dealt array, in the order before dealing."""
+  here = np.full(array.shape, np.nan, np.float32)
+  for shard in array.addressable_shards:
+    here[shard.index] = shard.data
+  n, m, r, length = array.shape
+  return here.reshape(n, m * r, length).swapaxes(0, 1).reshape(-1, length)
 
 
 def _microbatches(arranged: Batch):

@@ -41,13 +41,17 @@ class RunLog:
     self._rows: list[Row] = []
     self._columns = ["batch"]
     last = -1 if resume_at is None else resume_at
+    self.dropped: list[Row] = []
+    """Rows of batches that have to be trained again."""
     for row in read_csv(self._csv):
       if row["batch"] <= last:
         self._remember(row)
+      else:
+        self.dropped.append(row)
     self._rewrite()
     for path in self.directory.glob("*.jsonl"):
       kept = [row for row in read_jsonl(path) if row["batch"] <= last]
-      _write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
+      write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
     self._tensorboard = tensorboardX.SummaryWriter(
       str(self.directory / "tensorboard"),
       purge_step=None if resume_at is None else resume_at + 1,
@@ -91,7 +95,7 @@ class RunLog:
       ",".join(str(row.get(name, "")) for name in self._columns)
       for row in self._rows
     ]
-    _write_atomically(self._csv, "\r\n".join(lines) + "\r\n")
+    write_text(self._csv, "\r\n".join(lines) + "\r\n")
 
 
 def read_csv(path: str | os.PathLike) -> list[Row]:
@@ -133,19 +137,24 @@ def read_json(path: str | os.PathLike) -> Any:
 
 def write_json(path: str | os.PathLike, value: Any) -> None:
   """Writes JSON so that the file is never half there."""
-  _write_atomically(pathlib.Path(path), json.dumps(value, indent=2) + "\n")
+  write_text(pathlib.Path(path), json.dumps(value, indent=2) + "\n")
 
 
-def environment() -> dict[str, Any]:
-  """What this process runs on: versions, commit, command."""
-  commit = subprocess.run(
+def commit() -> str | None:
+  """The commit that this code was checked out at, if git knows."""
+  found = subprocess.run(
     ["git", "-C", str(pathlib.Path(__file__).parent), "rev-parse", "HEAD"],
     capture_output=True,
     text=True,
     check=False,
-  ).stdout.strip()
+  )
+  return found.stdout.strip() or None
+
+
+def environment() -> dict[str, Any]:
+  """What this process runs on: versions, commit, command."""
   return {
-    "commit": commit or None,
+    "commit": commit(),
     "command": sys.argv,
     "python": platform.python_version(),
     "platform": platform.platform(),
@@ -156,7 +165,8 @@ def environment() -> dict[str, Any]:
   }
 
 
-def _write_atomically(path: pathlib.Path, text: str) -> None:
+def write_text(path: pathlib.Path, text: str) -> None:
+  """Writes a file so that it is never half there."""
   partial = path.with_name(path.name + ".partial")
   with open(partial, "w", newline="") as file:
     file.write(text)

@@ -1,4 +1,4 @@
-"""AdamW behind a global-norm clip, guarded against non-finite gradients.
+"""AdamW or plain SGD behind a norm clip, guarded against non-finite gradients.
 
 The settings are a dataclass that the learner's and the critic's configs extend.
 Weights that are frozen get no update, no decay and no moments.
@@ -25,13 +25,16 @@ LogicalAxes = Any
 class Config:
   """How gradients become updates."""
 
+  kind: Literal["adamw", "sgd"] = "adamw"
+  """AdamW, or the gradient times the learning rate: Score Centering's, without
+  moments, decay or, with max_grad_norm infinite, clipping."""
   learning_rate: float = 2e-5
-  """Peak, > 0 (AReaL: 2e-5)."""
+  """Peak, > 0 (AReaL: 2e-5; Score Centering with sgd: 1e-2)."""
   warmup_minibatches: int = 0
   """Optimizer steps of linear warm-up, >= 0; constant after. Step n of them
   (from 1) has n / (warmup_minibatches + 1) of the peak."""
   weight_decay: float = 0.05
-  """Decoupled, on matrices only, >= 0 (AReaL: 0.05)."""
+  """Decoupled, on matrices only, >= 0 (AReaL: 0.05); 0 with sgd."""
   beta1: float = 0.9
   """Adam's first decay, in [0, 1)."""
   beta2: float = 0.95
@@ -46,12 +49,14 @@ class Config:
   devices' hosts they leave 8 bytes a weight of HBM to everything but the step
   itself, and travel there and back in every step."""
   max_grad_norm: float = 1.0
-  """Gradients are scaled down to this global norm, > 0."""
+  """Gradients are scaled down to this global norm, > 0; may be infinite."""
   max_nonfinite_in_a_row: int = 3
   """Skipped updates in a row that stop the run, >= 1."""
 
   def __post_init__(self):
+    sgd = self.kind == "sgd"
     for name, good, allowed in (
+      ("kind", self.kind in ("adamw", "sgd"), "'adamw' or 'sgd'"),
       ("learning_rate", self.learning_rate > 0, "> 0"),
       ("warmup_minibatches", self.warmup_minibatches >= 0, ">= 0"),
       ("weight_decay", self.weight_decay >= 0, ">= 0"),
@@ -64,6 +69,12 @@ class Config:
         "'float32' or 'bfloat16'",
       ),
       ("moments", self.moments in ("device", "host"), "'device' or 'host'"),
+      ("weight_decay", not (sgd and self.weight_decay), "0 with kind 'sgd'"),
+      (
+        "moments",
+        not (sgd and self.moments == "host"),
+        "'device' with kind 'sgd', which has none",
+      ),
       ("max_grad_norm", self.max_grad_norm > 0, "> 0"),
       ("max_nonfinite_in_a_row", self.max_nonfinite_in_a_row >= 1, ">= 1"),
     ):
@@ -266,9 +277,9 @@ def _transformation(
     config.learning_rate,
     config.warmup_minibatches,
   )
-  trained = optax.chain(
-    optax.clip_by_global_norm(config.max_grad_norm),
-    optax.adamw(
+  step = optax.sgd(rate)
+  if config.kind == "adamw":
+    step = optax.adamw(
       rate,
       b1=config.beta1,
       b2=config.beta2,
@@ -283,8 +294,8 @@ def _transformation(
         params,
         is_leaf=lambda leaf: isinstance(leaf, optax.MaskedNode),
       ),
-    ),
-  )
+    )
+  trained = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), step)
   return optax.partition(
     {"trained": trained, "frozen": optax.set_to_zero()}, labels
   )

@@ -31,11 +31,12 @@ _ROW_FIELDS = {
   "rewards": (np.float32, 0.0),
   "temperature": (np.float32, 1.0),
 }
-# The same of the sampler's head, in batches whose trajectories have one.
+# The same of what samplers may record, in batches whose trajectories have it.
 _HEAD_FIELDS = {
   "behavior_topk_ids": (np.int32, -1),
   "behavior_topk_logp": (np.float32, -np.inf),
 }
+_EXPERT_FIELDS = {"behavior_experts": (np.int16, -1)}
 
 
 def pack(
@@ -69,7 +70,7 @@ def pack(
   Raises:
     ValueError: if there is no trajectory, one is longer than a row, sampled
       greedily, or rewarded off its action tokens; or if their samplers' heads
-      differ in size, or baselines in number.
+      differ in size, recorded experts in shape, or baselines in number.
   """
   if not trajectories:
     raise ValueError("pack got no trajectories; it needs at least one")
@@ -88,8 +89,8 @@ def pack(
     _assign(lengths, row_length, generator), lengths, minibatches, generator
   )
   count = rows_multiple * bucket(-(-len(rows) // rows_multiple))
-  head_size = _head_size(trajectories)
-  fields = _fill(trajectories, rows, (count, row_length), head_size)
+  extras = _extras(_head_size(trajectories), _routed(trajectories))
+  fields = _fill(trajectories, rows, (count, row_length), extras)
   fields |= _per_trajectory(trajectories, baselines)
   return Batch(**fields, version=_i32(version))
 
@@ -100,6 +101,7 @@ def abstract(
   trajectories: int,
   *,
   head_size: int = 0,
+  routed: tuple[int, int] | None = None,
   baselines: bool = False,
 ) -> Batch:
   """Shapes and dtypes of what `pack` makes, for compiling ahead of time.
@@ -109,14 +111,14 @@ def abstract(
     row_length: T.
     trajectories: how many are packed; N is a size of `bucket`.
     head_size: K of the sampler's head; 0 where there is none.
+    routed: layers and experts of each that samplers record; None: they do not.
     baselines: whether each trajectory brings one.
   """
-  kinds = {**_ROW_FIELDS, **(_HEAD_FIELDS if head_size else {})}
-  fields: dict[str, Any] = {}
-  for name, (dtype, _) in kinds.items():
-    tail = (head_size,) if name in _HEAD_FIELDS else ()
-    shape = (rows, row_length, *tail)
-    fields[name] = jax.ShapeDtypeStruct(shape, dtype)
+  kinds = {name: (*kind, ()) for name, kind in _ROW_FIELDS.items()}
+  fields: dict[str, Any] = {
+    name: jax.ShapeDtypeStruct((rows, row_length, *tail), dtype)
+    for name, (dtype, _, tail) in (kinds | _extras(head_size, routed)).items()
+  }
   each = (bucket(trajectories),)
   fields["truncated"] = jax.ShapeDtypeStruct(each, np.bool_)
   fields["group_ids"] = jax.ShapeDtypeStruct(each, np.int32)
@@ -165,6 +167,28 @@ def _head_size(trajectories: Sequence[Trajectory]) -> int:
       "they must be alike: sample them all with one behavior_top_k"
     )
   return sizes.pop()
+
+
+def _routed(trajectories: Sequence[Trajectory]) -> tuple[int, int] | None:
+  """Layers and experts of each, which all must share; None: not recorded."""
+  shapes = {
+    None if t.behavior_experts is None else t.behavior_experts.shape[1:]
+    for t in trajectories
+  }
+  if len(shapes) > 1:
+    raise ValueError(
+      f"trajectories of one batch have experts of shapes {shapes}; they must "
+      "be alike: sample them all with record_experts, or none"
+    )
+  return shapes.pop()
+
+
+def _extras(head_size: int, routed: tuple[int, int] | None) -> dict[str, Any]:
+  """Type, padding and further axes of what samplers recorded."""
+  heads = _HEAD_FIELDS if head_size else {}
+  experts = _EXPERT_FIELDS if routed else {}
+  fields: dict[str, Any] = {n: (*k, (head_size,)) for n, k in heads.items()}
+  return fields | {n: (*k, routed) for n, k in experts.items()}
 
 
 def _assign(
@@ -219,17 +243,15 @@ def _fill(
   trajectories: Sequence[Trajectory],
   rows: list[list[int]],
   shape: tuple[int, int],
-  head_size: int,
+  extras: dict[str, Any],
 ) -> dict[str, Any]:
   arrays = {
     name: np.full(shape, padding, dtype)
     for name, (dtype, padding) in _ROW_FIELDS.items()
+  } | {
+    name: np.full((*shape, *tail), padding, dtype)
+    for name, (dtype, padding, tail) in extras.items()
   }
-  if head_size:
-    arrays |= {
-      name: np.full((*shape, head_size), padding, dtype)
-      for name, (dtype, padding) in _HEAD_FIELDS.items()
-    }
   for row, members in enumerate(rows):
     start = 0
     for n in members:

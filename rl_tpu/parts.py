@@ -18,6 +18,7 @@ import jax
 from rl_tpu import actor as actors
 from rl_tpu import (
   algorithms,
+  attempts,
   buffer,
   data,
   envs,
@@ -49,7 +50,7 @@ from rl_tpu.virtual import config as virtual
 
 _PLACES = (
   *("directory", "cache", "resume", "distributed", "remote", "transport"),
-  *("serve", "export", "compile", "simulate"),
+  *("serve", "export", "evaluate", "compile", "simulate"),
 )
 """Fields that say where a run lives and goes to, not what it computes."""
 
@@ -159,6 +160,8 @@ class Config:
     default_factory=huggingface.Export
   )
   """Of the command `export`."""
+  evaluate: attempts.Config = dataclasses.field(default_factory=attempts.Config)
+  """Of the command `evaluate`."""
   compile: topology.Config = dataclasses.field(default_factory=topology.Config)
   """Of the command `compile`."""
   simulate: virtual.Config = dataclasses.field(default_factory=virtual.Config)
@@ -186,6 +189,12 @@ class Config:
         f"config.schedule is {self.schedule!r}; it must be 'async' where "
         "config.remote names generators, which take weights in their own time"
       )
+    if self.remote.names_any and self.evaluation.frozen:
+      raise ConfigError(
+        "config.evaluation.frozen is True; it must be False where "
+        "config.remote names generators; run the command evaluate on "
+        "checkpoints instead"
+      )
     staleness.staleness_bound(self.max_staleness)
     if staleness.staleness_bound(self.staleness_limit) < self._refresh_lag:
       raise ConfigError(
@@ -205,6 +214,7 @@ class Config:
         f">= config.engine.context_length, {self.engine.context_length}"
       )
     self._check_head()
+    self._check_replay()
     if self.pretrained is not None:
       with _refusing("config.pretrained"):
         huggingface.check(self.pretrained, transformer.Policy(self.model))
@@ -226,6 +236,20 @@ class Config:
       raise ConfigError(
         f"config.engine.behavior_top_k is {kept}; "
         f"config.algorithm needs {wanted}"
+      )
+
+  def _check_replay(self) -> None:
+    """The generator must record the experts that the learner replays."""
+    replay, recorded = self.learner.router_replay, self.engine.record_experts
+    if replay != recorded:
+      raise ConfigError(
+        f"config.engine.record_experts is {recorded}; it must be {replay}, as "
+        "config.learner.router_replay is"
+      )
+    if replay and not self.model.num_experts:
+      raise ConfigError(
+        "config.learner.router_replay is True; it must be False, as "
+        "config.model has no experts (num_experts 0)"
       )
 
   @property

@@ -9,13 +9,16 @@ two orders nobody sits in a collective, so a wait of hours costs nothing.
 
 No process outlives the others. A failure, or a process whose heartbeat stopped,
 is told to all, and each ends with an exit code other than 0, also out of a
-collective that will never return. A signal to any of them stops the run. With
-one process all of this is nothing.
+collective that will never return. A process that is alive but whose main thread
+does nothing for very long says so itself, and prints where it hangs; others who
+wait for it in a collective began to wait later, and so would say so later. A
+signal to any of them stops the run. With one process all of this is nothing.
 """
 
 import atexit
 import contextlib
 import dataclasses
+import faulthandler
 import json
 import os
 import signal
@@ -70,6 +73,10 @@ class Config:
   """Which one this is, in [0, processes)."""
   heartbeat_seconds: int = 60
   """Without a sign of life after which a process counts as dead, >= 5."""
+  hang_seconds: int = 3600
+  """Between two things that a process's main thread does, a look whether a
+  batch is there among them, after which it counts as hanging, >= 60. The
+  longest compilation, evaluation and warm start must fit."""
 
   def __post_init__(self):
     lone = self.coordinator is None
@@ -82,6 +89,7 @@ class Config:
         f"in [0, {self.processes})",
       ),
       ("heartbeat_seconds", self.heartbeat_seconds >= 5, ">= 5"),
+      ("hang_seconds", self.hang_seconds >= 60, ">= 60"),
     ):
       if not good:
         raise ValueError(
@@ -131,9 +139,11 @@ class Order:
 class Team:
   """The processes of a trainer, seen from this one."""
 
-  def __init__(self, heartbeat_seconds: float = 60.0):
+  def __init__(self, config: Config):
     self.count, self.index = jax.process_count(), jax.process_index()
-    self._heartbeat_seconds = heartbeat_seconds
+    self._heartbeat_seconds = config.heartbeat_seconds
+    self._hang_seconds = config.hang_seconds
+    self._moved = time.monotonic()
     self._signalled = self._told_to_stop = False
     self._orders = self._forgotten = 0
     self._over = threading.Event()
@@ -145,7 +155,11 @@ class Team:
 
   @property
   def stop_requested(self) -> bool:
-    """Whether a signal came, here or (in process 0) in any process."""
+    """Whether a signal came, here or (in process 0) in any process.
+
+    Whoever waits for long asks it now and then; that is a sign of life.
+    """
+    self._moved = time.monotonic()
     return self._signalled or self._told_to_stop
 
   def tell(
@@ -161,6 +175,7 @@ class Team:
       words: any that JSON keeps.
       arrays: of any shapes; a collective takes them there.
     """
+    self._moved = time.monotonic()
     if self.count == 1 or not self.leads:
       return
     arrays = {name: np.asarray(array) for name, array in (arrays or {}).items()}
@@ -247,6 +262,7 @@ class Team:
     client = distributed.global_state.client
     assert client is not None
     while True:
+      self._moved = time.monotonic()
       try:
         return client.blocking_key_value_get(
           f"rl_tpu/{key}", int(1000 * _LOOK_SECONDS)
@@ -315,6 +331,7 @@ class Team:
         told = True
       for text in self._said("failed").values():
         self._leave(*json.loads(text))
+      self._check_main_thread()
       if self.leads:
         self._told_to_stop = bool(self._said("stop"))
         self._check(beats)
@@ -332,6 +349,18 @@ class Team:
         )
         self._set("failed/0", json.dumps([why, _FAILED]))
         self._leave(why, _FAILED, dead={index})
+
+  def _check_main_thread(self) -> None:
+    """Ends the run if this process's main thread has hung for long."""
+    if time.monotonic() - self._moved <= self._hang_seconds:
+      return
+    faulthandler.dump_traceback(all_threads=True)
+    why = (
+      f"trainer process {self.index} on {socket.gethostname()} hangs: its main "
+      f"thread did nothing for {self._hang_seconds:g} s; it printed where"
+    )
+    self._set(f"failed/{self.index}", json.dumps([why, _FAILED]))
+    self._leave(why, _FAILED)
 
   def _leave(self, why: str, code: int, dead: Set[int] = frozenset()) -> None:
     """Ends this process, whatever its other threads wait for."""

@@ -60,7 +60,8 @@ def outputs_and_loads(
   Args:
     policy: the model.
     params: its weights, which are the target policy here.
-    batch: packed rows; temperatures are > 0.
+    batch: packed rows; temperatures are > 0. Where it has the experts of the
+      behavior policy, these are what each layer takes (`moe`).
     requires: which of `entropy` and `target_topk_logp` to compute beside
       `target_logp`; what else it names is not computed here.
     chunk: most positions of each row whose logits live at once; 0: all. T is
@@ -75,7 +76,11 @@ def outputs_and_loads(
     ValueError: the head is asked for and the batch has none.
   """
   hidden, routing = policy.routed(
-    params, batch.tokens, batch.positions, batch.trajectory_ids
+    params,
+    batch.tokens,
+    batch.positions,
+    batch.trajectory_ids,
+    _replayed(batch),
   )
   loads = {}
   if routing is not None:
@@ -114,12 +119,26 @@ def outputs_and_loads(
 
   name = "embedding" if policy.config.tied else "head"
   scored = _on_own_rows(score_rows)({name: params[name]}, positions)
-  scored = jax.tree.map(lambda x: x.reshape(rows, length, *x.shape[2:]), scored)
+  scored = jax.tree.map(
+    lambda x: sharding.constrain(
+      x.reshape(rows, length, *x.shape[2:]), "rows", *(None,) * (x.ndim - 1)
+    ),
+    scored,
+  )
   topk = scored.pop("target_topk_logp", None)
   if topk is not None:
     topk = _each_slot(ops.shift_to_tokens)(topk)
   aligned = {name: ops.shift_to_tokens(x) for name, x in scored.items()}
   return PolicyOutputs(**aligned, target_topk_logp=topk), loads
+
+
+def _replayed(batch: Batch) -> Int[Array, "R T L k"] | None:
+  """The experts of the batch, each at the token that was routed to them."""
+  experts = batch.behavior_experts
+  if experts is None:
+    return None
+  flat = experts.reshape(*experts.shape[:2], -1)
+  return _each_slot(ops.shift_to_logits, fill=-1)(flat).reshape(experts.shape)
 
 
 def _each_slot(shift: Callable[..., Array], **options: Any):
@@ -138,19 +157,19 @@ def _without_rows(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _on_own_rows(function: Callable[[Any, Any], Any]):
-  """Lets each device map its own rows; the first argument comes whole to all.
+  """Lets each device map its own tokens; the first argument comes whole to all.
 
   Left to the compiler, the gradient of that argument would be summed over
   devices in every chunk.
   """
   if jax.sharding.get_abstract_mesh().empty:
     return function
-  rows = sharding.partition_spec(("rows",))
+  rows = sharding.partition_spec(("rows", "context"))
   return jax.shard_map(
     function,
     in_specs=(jax.P(), rows),
     out_specs=rows,
-    axis_names=set(sharding.RULES["rows"]),
+    axis_names={*sharding.RULES["rows"], *sharding.RULES["context"]},
     check_vma=False,
   )
 

@@ -184,6 +184,7 @@ async def _start_http(
       context_length=config.engine.context_length,
       max_prompt_length=config.engine.max_prompt_length,
       behavior_top_k=config.engine.behavior_top_k,
+      record_experts=config.engine.record_experts,
       max_open_requests=config.serve.max_requests,
       bearer_token=key,
     ),

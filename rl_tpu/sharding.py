@@ -2,8 +2,17 @@
 
 Weights and activations name their dimensions (`embed`, `heads`, `rows`, ...);
 `RULES` says which mesh axes split each of them. Nothing else in the code knows
-mesh axes. Meshes are (data, fsdp, tensor, expert), all of type Auto: the
-compiler places the collectives.
+mesh axes. Meshes are (data, fsdp, sequence, tensor, expert), all of type Auto:
+the compiler places the collectives.
+
+Where one row does not fit a device, `sequence` splits its tokens: weights are
+split along it as along fsdp, every layer computes its own tokens only, and
+attention gathers the keys and values of the row, once a layer, for its own
+queries. So activations shrink by the axis; what does not is a layer's gathered
+keys and values, 4 K h bytes a token of the row in bfloat16. The gather's time
+is linear in the row's tokens, that of attention in their square over the axis,
+and the device with the last tokens, whose queries see all the others, has up to
+twice its share: it is what the rest of a layer waits for.
 """
 
 import dataclasses
@@ -16,15 +25,16 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-AXES = ("data", "fsdp", "tensor", "expert")
+AXES = ("data", "fsdp", "sequence", "tensor", "expert")
 
 RULES: Mapping[str, tuple[str, ...]] = {
   # activations
   "rows": ("data", "fsdp", "expert"),
   "slots": ("data", "fsdp", "expert"),
-  "tokens": ("tensor",),
+  "context": ("sequence",),
+  "tokens": ("sequence", "tensor"),
   # weights
-  "embed": ("fsdp",),
+  "embed": ("fsdp", "sequence"),
   "vocab": ("tensor",),
   "heads": ("tensor",),
   "kv_heads": ("tensor",),
@@ -44,6 +54,9 @@ class MeshShape:
   """Copies of the weights, >= 1; the axis that may cross slices."""
   fsdp: int = 1
   """Ways that weights and optimizer state are split, >= 1."""
+  sequence: int = 1
+  """Ways that the tokens of a row are split, and weights once more, >= 1; for
+  rows that do not fit a device. A learner's: generators have 1."""
   tensor: int = 1
   """Ways that heads, hidden units and vocabulary are split, >= 1."""
   expert: int = 1
@@ -136,11 +149,11 @@ def tree_shardings(mesh: Mesh, abstract: Any, axes: Any) -> Any:
 
   def one(path, leaf, leaf_axes):
     for size, axis in zip(leaf.shape, leaf_axes, strict=True):
-      parts = ways(mesh, axis) if axis in RULES else 1
-      if size % parts:
+      split = ways(mesh, axis) if axis in RULES else 1
+      if size % split:
         raise ValueError(
           f"{jax.tree_util.keystr(path)}: dimension {axis!r} of size {size} "
-          f"does not divide over mesh axes {RULES[axis]} ({parts} ways)"
+          f"does not divide over mesh axes {RULES[axis]} ({split} ways)"
         )
     return named(mesh, *leaf_axes)
 
@@ -167,9 +180,13 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
 
 def splits(size: int, axis: str) -> bool:
   """Whether the mesh in force splits a dimension of this size, evenly."""
+  return parts(axis) > 1 and size % parts(axis) == 0
+
+
+def parts(axis: str) -> int:
+  """Into how many parts the mesh in force splits a logical axis."""
   mesh = jax.sharding.get_abstract_mesh()
-  parts = math.prod(mesh.shape.get(a, 1) for a in RULES[axis])
-  return parts > 1 and size % parts == 0
+  return 1 if mesh.empty else ways(mesh, axis)
 
 
 def check_even(what: str, size: int, axis: str) -> None:
@@ -182,12 +199,10 @@ def check_even(what: str, size: int, axis: str) -> None:
   Raises:
     ValueError: names what it is, its size and the mesh axes.
   """
-  mesh = jax.sharding.get_abstract_mesh()
-  parts = 1 if mesh.empty else ways(mesh, axis)
-  if size % parts:
+  if size % parts(axis):
     raise ValueError(
       f"{what} has {size} {axis}; they must divide over mesh axes "
-      f"{RULES[axis]} ({parts} ways)"
+      f"{RULES[axis]} ({parts(axis)} ways)"
     )
 
 

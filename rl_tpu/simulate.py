@@ -239,6 +239,7 @@ class _Pod:
           prefill_batch=config.engine.prefill_batches[-1],
           interruption=config.interruption,
           grain=settings.grain,
+          steps=_simulated(config.engine.steps_per_dispatch, config),
           length=_lengths(config),
         )
         for _ in range(settings.generators)
@@ -278,6 +279,7 @@ class _Pod:
       buffer=self._buffer,
       keep=self._keep,
     )
+    self._actor.set_served(0)
 
   async def run(self) -> Outcome:
     """The whole of it."""
@@ -321,9 +323,10 @@ class _Pod:
     assert service.update_per_token is not None
     seconds = service.update_per_batch + service.publish
     seconds += self._tokens(sum(lengths)) * service.update_per_token
-    await asyncio.sleep(seconds + 2 * service.reshard * serial)
-    self._fleet.update(version + 1)
-    self._actor.set_version(version + 1)
+    if serial:
+      seconds += 2 * service.reshard + service.travel
+    await asyncio.sleep(seconds)
+    self._publish(version + 1, 0.0 if serial else service.travel)
     values, counts = np.unique(
       metrics.staleness_of_tokens(groups, version), return_counts=True
     )
@@ -337,6 +340,18 @@ class _Pod:
         for s, n in zip(values, counts, strict=True)
       },
     )
+
+  def _publish(self, version: int, travel: float) -> None:
+    """Sends weights on their way."""
+    self._actor.set_version(version)
+    if travel:
+      asyncio.get_running_loop().call_later(travel, self._arrive, version)
+    else:
+      self._arrive(version)
+
+  def _arrive(self, version: int) -> None:
+    self._fleet.update(version)
+    self._actor.set_served(version)
 
   def _spent(self) -> dict[str, float]:
     """Seconds of all generators so far, by kind."""

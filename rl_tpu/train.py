@@ -26,6 +26,7 @@ from rl_tpu import (
   ownership,
   packing,
   parts,
+  samples,
   schedules,
   weights,
 )
@@ -60,7 +61,7 @@ def run(config: parts.Config, view: View) -> dict[str, Any]:
     Stopped: SIGINT or SIGTERM came; a checkpoint was written.
     Exception: a part failed; its error, after everything was shut down.
   """
-  team = Team(config.distributed.heartbeat_seconds)
+  team = Team(config.distributed)
   with contextlib.ExitStack() as stack, team.together():
     summary = parts.claim(config)
     newest = policies.newest(config.run_directory / "checkpoints")
@@ -95,6 +96,7 @@ def run(config: parts.Config, view: View) -> dict[str, Any]:
       ended = time.monotonic()
       row = metrics.describe(groups, this.version - 1) | trained
       this.log_batch(groups, row, began, taken, ended)
+      this.log_samples(groups, batch)
       if this.due(config.evaluation.every):
         this.start_evaluation()
       if team.stop_requested:
@@ -126,6 +128,7 @@ class _Run(Trainer):
     self._history = parts.make_history(config)
     self._life = secrets.token_hex(8)
     self._driver: Driver | None = None
+    self._frozen: Driver | None = None
     self._fleet: Fleet | None = None
     self.generator = self._make_generator()
     self.evaluations = Evaluations(config, self.task, self._rows, view)
@@ -193,6 +196,10 @@ class _Run(Trainer):
       self.config.run_directory, resume_at=self.version or None
     )
     self._stack.callback(self.log.close)
+    reached = [row.get("seconds", 0.0) for row in self.log.dropped]
+    lost = max(max(reached, default=0.0) - self.seconds, 0.0)
+    start = {"unix_time": time.time(), "lost_seconds": lost}
+    self.log.record("starts", self.version, start)
 
   def serve(self) -> None:
     """Lets the generator answer, with the weights that it takes now.
@@ -306,7 +313,24 @@ class _Run(Trainer):
     if self._driver is not None and not self.config.engine.mismatch.exact:
       self.log_evaluation()
       return
-    self.evaluations.start(self.version, self.schedule, self.generator)
+    beside = self.config.evaluation.frozen and self.config.lag is None
+    generator = self._freeze() if beside else self.generator
+    self.evaluations.start(self.version, self.schedule, generator)
+
+  def _freeze(self) -> Driver:
+    """An engine that keeps this version's weights until the next evaluation."""
+    self.evaluations.finish(self.log)
+    if self._frozen is None:
+      self._frozen = parts.make_driver(
+        self.config, self._generator_mesh, self._buffer.fail
+      )
+      self._frozen.update(self._frozen.engine.serve(self.versioned()))
+      self._frozen.warm_up()
+      self._frozen.start()
+      self._stack.callback(self._frozen.stop)
+    else:
+      self._frozen.update(self._frozen.engine.serve(self.versioned()))
+    return self._frozen
 
   def log_evaluation(self) -> None:
     """Evaluates now."""
@@ -366,6 +390,14 @@ class _Run(Trainer):
     left = (self.config.batches / self.version - 1) * self.seconds
     self.view.batch(self.version, row | self.evaluations.latest, left)
 
+  def log_samples(self, groups: Sequence[Group], batch: Batch) -> None:
+    """Keeps a few of its trajectories for people to read, now and then."""
+    if samples.due(self.version, self.config.batches):
+      rows = samples.describe(
+        groups, batch, self.learner.seen(), self.task.tokenizer
+      )
+      self.log.record("samples", self.version, {"trajectories": rows})
+
   def save(self) -> None:
     """Starts a checkpoint of this moment."""
     snapshot = self.actor.snapshot()
@@ -418,24 +450,6 @@ class _Run(Trainer):
     }
 
 
-def evaluate_newest(config: parts.Config, view: View) -> dict[str, Any]:
-  """Held-out accuracy of a run's newest checkpoint.
-
-  Raises:
-    ConfigError: the run's directory holds no checkpoint.
-  """
-  directory = config.run_directory / "checkpoints"
-  if not directory.is_dir():
-    raise ConfigError(f"{directory} is not there: nothing to evaluate")
-  with contextlib.ExitStack() as stack:
-    this = _Run(config.clean, view, Team(), stack)
-    this.open_checkpoints()
-    if not this.restore():
-      raise ConfigError(f"{directory} holds no checkpoint to evaluate")
-    this.serve()
-    return {"batch": this.version, **this.evaluate()}
-
-
 def pretrain_value(config: parts.Config, view: View) -> dict[str, Any]:
   """Pretrains the critic, or finds that it was; trains nothing else.
 
@@ -453,6 +467,6 @@ def pretrain_value(config: parts.Config, view: View) -> dict[str, Any]:
       f"{config.algorithm.name}; value pretraining needs >= 1 and a critic"
     )
   with contextlib.ExitStack() as stack:
-    this = Trainer(config, view, Team(), stack)
+    this = Trainer(config, view, Team(config.distributed), stack)
     metrics = this.begin()
   return {"batches": critic.config.pretraining_batches, **metrics}

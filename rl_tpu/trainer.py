@@ -165,7 +165,7 @@ def follow(config: parts.Config) -> dict[str, Any]:
     ConfigError: process 0 has another config, or it does not fit.
     Stopped: the run was stopped.
   """
-  team = Team(config.distributed.heartbeat_seconds)
+  team = Team(config.distributed)
   quiet = View(0, rich.console.Console(file=io.StringIO(), quiet=True))
   version = 0
   with contextlib.ExitStack() as stack, team.together():

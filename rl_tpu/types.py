@@ -5,7 +5,8 @@ Alignment, once: every per-token array is aligned to `tokens`; entry t speaks of
 action. Host types (Prompt, Trajectory, Group) are ragged NumPy; device types
 (Batch, PolicyOutputs, Estimate) are pytrees of packed arrays.
 
-Axes: N trajectories, R rows, T tokens, K sampler's head, B bins of a value.
+Axes: N trajectories, R rows, T tokens, K sampler's head, B bins of a value,
+L layers and k experts that each takes a token through.
 """
 
 import dataclasses
@@ -124,6 +125,8 @@ class Chunk:
   """i32[n, K]; None where K = 0."""
   topk_logp: np.ndarray | None = None
   """f32[n, K]."""
+  experts: np.ndarray | None = None
+  """i16[n, L, k]; None where they are not recorded."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -157,6 +160,19 @@ class Completion:
   """i32[n, K], the most likely tokens of each step; None where K = 0."""
   topk_logp: np.ndarray | None = None
   """f32[n, K], of the same distribution as `logp`."""
+  experts: np.ndarray | None = None
+  """i16[n, L, k], those that each layer took for `logp`; None where they are
+  not recorded."""
+
+
+EXTRAS = ("topk_ids", "topk_logp", "experts")
+"""Arrays over the tokens of a chunk or completion that may be None."""
+
+
+def extras(sampled: Chunk | Completion) -> dict[str, np.ndarray]:
+  """Those of `EXTRAS` that are there, by name."""
+  arrays = {name: getattr(sampled, name) for name in EXTRAS}
+  return {name: array for name, array in arrays.items() if array is not None}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -187,6 +203,10 @@ class Trajectory:
   behavior_topk_logp: np.ndarray | None = None
   """f32[T, K], their logp under the distribution sampled from; -inf where
   unused."""
+  behavior_experts: np.ndarray | None = None
+  """i16[T, L, k], for router replay: the experts that each layer took in the
+  pass that gave the token's distribution, which is that of the token before;
+  -1 where nothing was sampled. None where the sampler does not record them."""
   metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
   """What its environment counted, summed over the turns."""
 
@@ -204,6 +224,12 @@ class Trajectory:
       raise ValueError(
         f"Trajectory.behavior_topk_ids and _logp have shapes {ids} and {logp}; "
         f"they must be [T, K] alike, with T = {shape[0]}, or both None"
+      )
+    experts = self.behavior_experts
+    if experts is not None and (experts.ndim, len(experts)) != (3, *shape):
+      raise ValueError(
+        f"Trajectory.behavior_experts has shape {experts.shape}; it must be "
+        f"[T, L, k], with T = {shape[0]}, or None"
       )
     if not shape[0] or self.action_mask[0] or not self.action_mask.any():
       raise ValueError(
@@ -254,8 +280,8 @@ class Batch:
 
   Fields of shape [N] belong to trajectories, numbered by `trajectory_ids`;
   unused places carry group -1. The learner writes the last three fields; head
-  arrays are absent where the sampler keeps no head, baselines where the
-  algorithm does not require them.
+  arrays are absent where the sampler keeps no head, experts where it does not
+  record them, baselines where the algorithm does not require them.
   """
 
   tokens: Int[Array, "R T"]
@@ -279,6 +305,8 @@ class Batch:
   """The sampler's head; -1 where unused. None where K = 0."""
   behavior_topk_logp: Float[Array, "R T K"] | None = None
   """-inf where unused."""
+  behavior_experts: Int[Array, "R T L k"] | None = None
+  """For router replay; -1 where nothing was sampled. None without it."""
   baselines: Float[Array, " N"] | None = None
   """Running mean of earlier outcomes; NaN where there were none."""
   advantages: Float[Array, "R T"] | None = None
@@ -296,6 +324,7 @@ class Batch:
     "temperature",
     "behavior_topk_ids",
     "behavior_topk_logp",
+    "behavior_experts",
     "advantages",
     "returns",
     "values",

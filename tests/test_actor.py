@@ -1,8 +1,10 @@
 """The actor under scripted generators: books, failures, endings, resume."""
 
 import asyncio
+import collections
 import gc
 import json
+import threading
 
 import numpy as np
 import pytest
@@ -371,9 +373,15 @@ async def hang():
   await asyncio.Event().wait()
 
 
-def test_the_run_goes_on_whatever_an_environment_does():
-  """One odd environment of each kind, then good ones."""
+def block(released):
+  """A plain function of an environment that does not return."""
+  released.wait()
+
+
+def test_the_run_goes_on_whatever_an_environment_does(caplog):
+  """One odd environment of each kind, then good ones; each is named."""
   empty = np.zeros(0, np.int32)
+  released = threading.Event()
   odd = {
     0: ("raised", lambda: 1 // 0),
     1: ("timeout", hang),
@@ -382,7 +390,15 @@ def test_the_run_goes_on_whatever_an_environment_does():
     4: ("observation_too_long", (np.ones(100_000, np.int32), 0.0, False)),
     5: ("observation_not_text", lambda: encode_observation(BYTES, "\udcff")),
     6: ("exit", exit),
+    7: ("timeout", lambda: block(released)),
+    8: ("raised", lambda: b"\xff".decode("utf-8")),
+    9: ("raised", lambda: next(iter(()))),
+    10: ("exit", exit),
   }
+
+  def say(does):
+    observation, reward, end = does() if callable(does) else does
+    return Step(observation=observation, reward=reward, end=end)
 
   class Odd(OneTurn):
     async def step(self, action, stop_reason):
@@ -391,22 +407,35 @@ def test_the_run_goes_on_whatever_an_environment_does():
       _, does = odd[self.prompt.index]
       if does is hang:
         await hang()
-      observation, reward, end = does() if callable(does) else does
-      return Step(observation=observation, reward=reward, end=end)
+      return say(does)
 
-  limits = Limits(step_seconds=0.05)
+  class Plain(OneTurn):
+    """The same without a coroutine."""
+
+    def step(self, action, stop_reason):
+      return say(odd[self.prompt.index][1])
+
+  def environment(prompt):
+    return (Plain if prompt.index in (7, 8, 9, 10) else Odd)(prompt)
+
   rig = Rig(
     Scripted(answer_at_once=True),
-    environment=Odd,
+    environment=environment,
     total_groups=4,
     max_staleness=8,
-    limits=limits,
+    max_failures_in_a_row=20,
+    limits=Limits(step_seconds=0.2),
   )
-  go(rig.actor.run())
-  kinds = {kind: 1 for kind, _ in odd.values()}
-  assert rig.actor.failures == kinds
+  try:
+    go(rig.actor.run())
+  finally:
+    released.set()
+  counted = collections.Counter(kind for kind, _ in odd.values())
+  assert rig.actor.failures == counted
   consumed = [rig.buffer.take(v, timeout=0) for v in range(4)]
-  assert [g.prompt.index for (g,) in consumed] == [7, 8, 9, 10]
+  assert [g.prompt.index for (g,) in consumed] == [11, 12, 13, 14]
+  for index, (kind, _) in odd.items():
+    assert f"prompt {index} failed ({kind}) and is dropped" in caplog.text
 
 
 def test_rewards_are_shaped_before_they_are_trained_on():

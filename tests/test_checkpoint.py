@@ -4,7 +4,9 @@ import logging
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
+from orbax.checkpoint._src.path import atomicity
 
 from rl_tpu import checkpoint, sharding
 from rl_tpu.types import Chunk, Group, Prompt, Trajectory, Turn
@@ -215,15 +217,45 @@ def test_versions_that_were_passed_over_make_way(tmp_path):
   assert sorted(path.name for path in tmp_path.glob("[0-9]*")) == ["20", "40"]
 
 
-def test_a_version_is_saved_once(tmp_path):
+def test_a_versions_state_is_saved_once_and_the_rest_as_it_was_last(tmp_path):
   save(tmp_path, 3)
   saver = checkpoint.Checkpointer(tmp_path)
-  arrays, _ = checkpoint.pack_groups([])
   assert saver.restore_latest(abstract()).version == 3
-  for version in (3, 4, 4):
-    saver.save(version, state(float(version)), arrays, {})
+  for more in range(4):
+    arrays, described = checkpoint.pack_groups([group(n) for n in range(more)])
+    meta = {"groups": described, "actor": {"next_index": more}}
+    version = 3 if more < 2 else 4
+    saver.save(version, state(float(10 * version + more)), arrays, meta)
+    if more == 1:
+      got = restore(tmp_path)
+      assert got.version == 3
+      assert got.meta["actor"] == {"next_index": 1}
+      np.testing.assert_array_equal(got.state["w"], state(3.0)["w"])
   saver.close()
-  assert restore(tmp_path).version == 4
+  got = restore(tmp_path)
+  assert got.version == 4
+  np.testing.assert_array_equal(got.state["w"], state(42.0)["w"])
+  again = checkpoint.unpack_groups(got.host, got.meta["groups"])
+  assert [one.prompt.index for one in again] == [0, 1, 2]
+
+
+def test_X17_a_save_that_failed_in_the_background_raises_by_the_next(
+  tmp_path, monkeypatch
+):
+  def full(self, directory):
+    raise OSError("the disk is full")
+
+  saver = checkpoint.Checkpointer(tmp_path)
+  arrays, _ = checkpoint.pack_groups([])
+  saver.save(1, state(1.0), arrays, {})
+  saver._manager.wait_until_finished()
+  with monkeypatch.context() as patch:
+    patch.setattr(ocp.PyTreeCheckpointHandler, "finalize", full)
+    saver.save(2, state(2.0), arrays, {})
+    with pytest.raises(OSError, match="the disk is full"):
+      saver.save(3, state(3.0), arrays, {})
+  saver.close()
+  assert restore(tmp_path).version == 1
 
 
 def test_weights_that_another_process_wrote_first_stay(tmp_path):
@@ -232,3 +264,53 @@ def test_weights_that_another_process_wrote_first_stay(tmp_path):
   got = checkpoint.restore_params(tmp_path / "weights", abstract())
   np.testing.assert_array_equal(got["w"], state(5.0)["w"])
   assert [path.name for path in tmp_path.iterdir()] == ["weights"]
+
+
+def round_trip(path, state, template):
+  saver = checkpoint.Checkpointer(path)
+  saver.save(1, state, {"none": np.zeros(1)}, {})
+  saver.close()
+  reader = checkpoint.Checkpointer(path)
+  try:
+    return reader.restore_latest(template).state
+  finally:
+    reader.close()
+
+
+def like(tree):
+  where = sharding.named(
+    sharding.make_mesh(sharding.MeshShape(), jax.devices())
+  )
+  return jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree
+  )
+
+
+def test_H24_keys_come_back_as_keys_and_integers_as_integers(tmp_path):
+  state = {"key": jax.random.key(42), "by_number": {0: jnp.ones(2), 1: 2.0}}
+  state["by_number"][1] = jnp.full(3, 2.0)
+  got = round_trip(tmp_path, state, like(state))
+  assert str(got["key"].dtype) == "key<fry>"
+  assert float(jax.random.uniform(got["key"])) == np.float32(0.48870957)
+  assert set(got["by_number"]) == {0, 1}
+  np.testing.assert_array_equal(got["by_number"][1], np.full(3, 2.0))
+
+
+def test_H24_a_key_of_another_generator_is_not_taken_for_ours(tmp_path):
+  state = {"key": jax.random.key(42, impl="rbg")}
+  with pytest.raises(ValueError, match=r"'key'.*key<rbg>.*key<fry>"):
+    round_trip(tmp_path, state, like({"key": jax.random.key(0)}))
+
+
+def test_X17_a_save_that_failed_behind_the_run_raises_by_the_next(
+  tmp_path, monkeypatch
+):
+  def full(*_, **__):
+    raise OSError("no space left on device")
+
+  saver = checkpoint.Checkpointer(tmp_path)
+  with monkeypatch.context() as patched:
+    patched.setattr(atomicity.AtomicRenameTemporaryPath, "finalize", full)
+    saver.save(1, state(), {"none": np.zeros(1)}, {})
+    with pytest.raises(OSError, match="no space left"):
+      saver.save(2, state(), {"none": np.zeros(1)}, {})

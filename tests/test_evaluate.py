@@ -4,7 +4,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from rl_tpu import evaluate
+from rl_tpu import attempts, evaluate
 from rl_tpu.envs import Step
 from rl_tpu.types import Completion, Prompt, Sampling
 
@@ -81,7 +81,7 @@ def test_what_environments_counted_is_reported_of_the_sampled_episodes():
 def test_evaluation_shares_no_sampling_key_with_training():
   generator = Scripted()
   run(generator)
-  assert {r.seed for r in generator.requests} == {7 + evaluate._SEED}
+  assert {r.seed for r in generator.requests} == {7 + attempts.SEED}
   temperatures = sorted(r.sampling.temperature for r in generator.requests)
   assert temperatures == [0] * 4 + [0.8] * 4
 

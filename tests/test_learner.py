@@ -1,9 +1,11 @@
 import dataclasses
+import math
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import jax
+import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -104,8 +106,10 @@ def test_H04_microbatch_size_changes_nothing(rows, trained):
   [
     sharding.MeshShape(fsdp=2, tensor=2),
     sharding.MeshShape(data=2, fsdp=2, tensor=2),
+    sharding.MeshShape(fsdp=2, sequence=2, tensor=2),
+    sharding.MeshShape(sequence=4),
   ],
-  ids=["2x2", "2x2x2"],
+  ids=["2x2", "2x2x2", "2x2x2 with parts of rows", "4 parts of rows"],
 )
 def test_X08_a_mesh_trains_as_one_device_does(shape, trained):
   it, state = make(shape=shape)
@@ -357,6 +361,47 @@ def test_norms_are_not_decayed_and_matrices_are():
   )
 
 
+@pytest.mark.parametrize("norm", [math.inf, 0.1])
+def test_plain_sgd_steps_along_the_gradient(norm):
+  """Two rates move the weights in proportion, a clip to a given length."""
+  moved = []
+  for rate in (1e-2, 2e-2):
+    settings = dataclasses.replace(
+      SETTINGS,
+      kind="sgd",
+      minibatches=1,
+      weight_decay=0.0,
+      learning_rate=rate,
+      warmup_minibatches=0,
+      max_grad_norm=norm,
+    )
+    instance, state = make(settings)
+    before = jax.device_get(state.params)
+    state, metrics = instance.train(state, make_batch(settings))
+    after = jax.device_get(state.params)
+    step = jax.tree.map(lambda a, b: np.asarray(b) - a, before, after)
+    moved.append(jax.flatten_util.ravel_pytree(step)[0])
+    length = np.linalg.norm(moved[-1])
+    assert length == pytest.approx(rate * min(metrics["grad_norm"], norm), 1e-3)
+  np.testing.assert_allclose(moved[1], 2 * moved[0], rtol=1e-2, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+  ("fields", "message"),
+  [
+    ({"kind": "lion"}, "kind is 'lion'; it must be 'adamw' or 'sgd'"),
+    ({"kind": "sgd"}, "weight_decay is 0.05; it must be 0 with kind 'sgd'"),
+    (
+      {"kind": "sgd", "weight_decay": 0.0, "moments": "host"},
+      "moments is 'host'; it must be 'device' with kind 'sgd'",
+    ),
+  ],
+)
+def test_sgd_has_no_decay_and_no_moments(fields, message):
+  with pytest.raises(ValueError, match=message):
+    learner.Config(**fields)
+
+
 def test_what_does_not_fit_is_refused_by_name():
   with pytest.raises(ValueError, match="microbatch_rows is 3.*= 2"):
     make(
@@ -423,8 +468,12 @@ def test_loads_of_experts_are_those_of_the_whole_batch(experts_trained):
 
 @pytest.mark.parametrize(
   ("rows", "shape"),
-  [(8, None), (4, sharding.MeshShape(fsdp=2, tensor=2, expert=2))],
-  ids=["microbatches", "mesh"],
+  [
+    (8, None),
+    (4, sharding.MeshShape(fsdp=2, tensor=2, expert=2)),
+    (4, sharding.MeshShape(sequence=2, tensor=2, expert=2)),
+  ],
+  ids=["microbatches", "mesh", "parts of rows"],
 )
 def test_X08_H04_experts_train_alike_however_they_are_split(
   rows, shape, experts_trained
@@ -435,3 +484,13 @@ def test_X08_H04_experts_train_alike_however_they_are_split(
   assert metrics.keys() == expected.keys()
   for name in ("expert_load_max", "dead_experts", "router_entropy", "loss"):
     assert metrics[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5)
+
+
+def test_what_was_dealt_to_minibatches_comes_back_in_the_batchs_order():
+  rows = np.arange(12 * 3, dtype=np.float32).reshape(12, 3)
+  n, m, r = 2, 3, 2
+  dealt = rows.reshape(m * r, n, 3).swapaxes(0, 1).reshape(n, m, r, 3)
+  mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:2]), ("rows",))
+  split = jax.sharding.PartitionSpec(None, None, "rows")
+  there = jax.device_put(dealt, jax.sharding.NamedSharding(mesh, split))
+  np.testing.assert_array_equal(learner._undealt(there), rows)

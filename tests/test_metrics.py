@@ -44,6 +44,7 @@ def test_resuming_forgets_batches_that_the_checkpoint_does_not_hold(tmp_path):
   log = make(tmp_path, resume_at=2)
   log.close()
   assert [row["batch"] for row in log.rows] == [1, 2]
+  assert log.dropped == [{"batch": 3, "reward": 3.0}]
   assert metrics.read_jsonl(tmp_path / "batches.jsonl") == [
     {"batch": 1, "prompts": [1]},
     {"batch": 2, "prompts": [2]},

@@ -154,12 +154,26 @@ def test_a_process_that_is_dead_or_hangs_is_noticed(base, fault, named):
   assert re.search(named, text), text
 
 
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_main_thread_that_hangs_ends_all_and_shows_where(base, index):
+  faults = ["", ""]
+  faults[index] = "1:hang"
+  codes, outputs = ends(start(base / f"hang{index}", faults))
+  assert codes == [1, 1], outputs
+  named = rf"trainer process {index} on .* hangs: its main thread did nothing"
+  for text in outputs:
+    assert re.search(named, text), text
+  assert "trainer_process.py" in outputs[index]
+  assert "in faulty" in outputs[index]
+
+
 @pytest.mark.parametrize(
   ("fields", "named"),
   [
     ({"processes": 2}, "processes is 2; it must be 1, or coordinator set"),
     ({"coordinator": "a:1", "processes": 2, "process": 2}, "process is 2"),
     ({"heartbeat_seconds": 1}, "heartbeat_seconds is 1; it must be >= 5"),
+    ({"hang_seconds": 5}, "hang_seconds is 5; it must be >= 60"),
   ],
 )
 def test_a_wrong_field_is_named(fields, named):
@@ -176,7 +190,7 @@ def test_what_is_sent_arrives_to_the_bit():
     "version": np.int32(7),
     "none": np.zeros((0, 4), np.float32),
   }
-  team = processes.Team()
+  team = processes.Team(processes.Config())
   shapes = {n: (np.shape(a), np.asarray(a).dtype.str) for n, a in sent.items()}
   arrays = {name: np.asarray(array) for name, array in sent.items()}
   received = team._exchange(json.loads(json.dumps(shapes)), arrays)

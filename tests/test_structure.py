@@ -59,7 +59,7 @@ def test_every_experiment_builds():
   found = [path for path in found if path.parent != peers]
   built = []
   for path in found:
-    scope = {"__name__": path.stem}
+    scope = {"__name__": path.stem, "__file__": str(path)}
     exec(compile(path.read_text(), str(path), "exec"), scope)
     if "get_config" in scope:
       built.append(config.build(parts.Config, scope["get_config"]()).name)

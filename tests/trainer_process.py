@@ -5,7 +5,8 @@
 DISTRIBUTED and CHANGES are JSON: fields of `processes.Config` and of the tiny
 run. FAULT is `BATCH:WHAT`: what happens here when so many batches are trained.
 `raise`; `exit`: it is killed; `stop`: it hangs; `term`: it gets a signal;
-`await`: it goes on when the run is to stop.
+`await`: it goes on when the run is to stop; `hang`: its main thread does
+nothing any more, for which it has a second.
 """
 
 import dataclasses
@@ -63,6 +64,10 @@ def break_at(fault):
         os.kill(os.getpid(), signal.SIGSTOP)
       if what == "term":
         os.kill(os.getpid(), signal.SIGTERM)
+      if what == "hang":
+        teams[0]._hang_seconds = 1
+      while what == "hang":
+        time.sleep(0.01)
       while what == "await" and not teams[0].stop_requested:
         time.sleep(0.01)
     return result

@@ -2,38 +2,57 @@
 
   python -m rl_tpu simulate --config=experiments/areal/simulated_pod.py:ARG
 
-ARG is `staleness` (Fig. 5c: throughput by staleness limit, answers up to 8k
-tokens), or `async` and `sync` (Table 1's 1.5B row: answers up to 27k). It is a
-sixteenth of the paper's 16 nodes of 8 GPUs, with a sixteenth of its batch of
-512 prompts, so that a batch takes as long and tokens/s are a sixteenth. Seconds
-for one simulation on one core.
+ARG is `staleness` (Fig. 5c: throughput by staleness limit, 1.5B, answers up to
+8k tokens), or `async-MODEL` and `sync-MODEL` (a row of Table 1: answers up to
+27k; MODEL is 1.5b, 7b, 14b or 32b). It is an eighth of the paper's nodes of 8
+GPUs, with an eighth of its batch of 512 prompts, so that a batch takes as long
+and tokens/s are an eighth. `simulated_study.py` remakes all and compares.
 
-Assumed (arXiv:2505.24298 states none of these): a GPU of 3.35 TB/s and 990
-TFLOP/s serves a model of 1.5B parameters (1.54e9; 28 layers, 2 key-value heads
-of 128, 16 bits). One GPU is one generator.
+Assumed (arXiv:2505.24298 states none of these): a GPU of 80 GB, 3.35 TB/s and
+990 TFLOP/s; 16-bit weights and caches; sizes as in MODELS; 75% of the GPUs
+generate (stated), as many of them to a generator as MODELS says.
 
-- A decode step: 5 ms of host and launches, and 3.1 GB of weights, 0.9 ms.
-- Per sequence: 3.1 GFLOP at 400 TFLOP/s. Per cached token: 28.7 kB at 60% of
-  the memory's speed. At 128 sequences of 4k tokens a GPU makes 9k tokens/s; the
-  paper's Fig. 6b has 231k for 32 GPUs, 7.2k each.
-- Prefill: 3.1 GFLOP a token at half the peak.
-- Training: 4 passes of 3.1 GFLOP (proximal, forward, backward twice) at 400
-  TFLOP/s (Fig. 6a has 427), half as much again for attention and padding.
-- Weights go through a disk: 8 s in which the learner waits, 4 s in which a
-  generator loads; resharding one set of GPUs takes 8 s each way.
-- Lengths: log-normal, mean 9k (async, sync) or 5k, sigma 1.
+- A decode step: 5 ms of host and launches, reading the weights once at full
+  speed, and 20 us for each of two sums a layer where GPUs share them.
+- Per sequence: 2 FLOP a parameter at 400 TFLOP/s a GPU. Per cached token: its
+  keys and values at 60% of the memory's speed. At 128 sequences of 4k tokens
+  1.5B makes 9k tokens/s a GPU; the paper's Fig. 6b has 231k for 32, 7.2k each.
+- Prefill: 2 FLOP a parameter and token at half the peak.
+- Training: 4 passes (proximal, forward, backward twice) at 400 TFLOP/s (Fig. 6a
+  has 427, 455 and 388 for 1B, 7B and 32B), half as much again for attention and
+  padding.
+- Weights go through a disk at 1 GB/s, after 5 s, while the learner waits;
+  generators load them in half of that; resharding one set of GPUs takes as
+  long as the disk, each way.
+- Lengths: log-normal, mean 9k (Table 1) or 5k, sigma 1, for all models.
 
-Found, and the paper's. Throughput by staleness limit over that of limit 0:
+Found (results/simulated_pod.csv), and the paper's. Throughput by staleness
+limit over that of limit 0:
 
-| limit | 0 | 1 | 2 | 4 | 8 | none |
-|---|---|---|---|---|---|---|
-| simulated | 1 | 1.89 | 2.27 | 2.27 | 2.27 | 2.27 |
-| Fig. 5c | 1 | 2.09 | 2.77 | 2.77 | 2.89 | 3.08 |
+| limit | 0 | 1 | 2 | 4 | 8 | 16 | none |
+|---|---|---|---|---|---|---|---|
+| simulated | 1 | 1.88 | 2.29 | 2.29 | 2.29 | 2.29 | 2.29 |
+| Fig. 5c | 1 | 2.09 | 2.77 | 2.77 | 2.89 | 2.97 | 3.08 |
 
-Async over sync on as many GPUs: 2.27 simulated, 2.77 in Table 1 (1.64 to 2.77
-over its models). From 2 on it is the trainer that limits the simulated pod, so
+Async over sync on as many GPUs, and seconds a batch:
+
+| | 1.5B | 7B | 14B | 32B |
+|---|---|---|---|---|
+| simulated gain | 2.37 | 1.59 | 1.47 | 1.34 |
+| Table 1 | 2.77 | 2.27 | 2.23 | 1.64 |
+| simulated async, sync | 124, 296 | 341, 543 | 504, 741 | 763, 1020 |
+| the paper's (hours / steps) | 213, 590 | 366, 831 | 986, 2196 | 1866, 3066 |
+
+The shape is the paper's: a big step from 0 to 1, a plateau from 2, and a gain
+that falls with the model's size. The size of the gain is the paper's for 1.5B
+only, up to a seventh less. From 2 on the trainer limits the simulated pod, so
 that its plateau is flat; limit 1 waits for the longest answers of each batch.
+What is assumed above is one set of constants for all models and was not fitted:
+the simulated synchronous pods are 1.5 to 3 times as fast as the paper's, most
+of all the large ones, which generate as well as all of their memory allows.
 """
+
+import dataclasses
 
 import ml_collections
 
@@ -44,27 +63,78 @@ from rl_tpu.models import transformer
 from rl_tpu.types import Sampling
 from rl_tpu.virtual.config import Config, Distribution, Service
 
-GPUS = 8
-GENERATORS = 6
-"""Of the GPUs, in async training: the paper's 75%."""
-OPERATIONS = 2 * 1.54e9
-"""Of one token in one forward pass."""
+GROUPS = 64
+"""Prompts of a batch: an eighth of the paper's."""
+FLOPS = 400e12
+"""Of a GPU that is kept busy, a second."""
+MEMORY = 3.35e12
+"""Bytes of a GPU's memory, a second."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+  """One of the paper's, and where it runs."""
+
+  parameters: float
+  layers: int
+  heads: int
+  """Of keys and values, 128 wide."""
+  gpus: int
+  """An eighth of the paper's."""
+  together: int
+  """GPUs of one generator."""
+  slots: int
+  """Of one generator; what its memory holds of answers of 9k tokens, 128 at
+  most a GPU."""
+  staleness: int
+  """The paper's limit, for math and for code."""
+
+
+MODELS = {
+  "1.5b": Model(1.54e9, 28, 2, 16, 1, 128, 8),
+  "7b": Model(7.6e9, 28, 4, 24, 1, 96, 8),
+  "14b": Model(14.8e9, 48, 8, 32, 4, 128, 4),
+  "32b": Model(32.8e9, 64, 8, 48, 4, 96, 4),
+}
+
+
+def service(model: Model, trainers: int) -> Service:
+  """The times assumed above."""
+  pass_over = 2 * model.parameters
+  weights = 2 * model.parameters
+  cached = model.layers * model.heads * 128 * 2 * 2
+  disk = 5 + weights / 1e9
+  sums = 2 * model.layers * 20e-6 if model.together > 1 else 0.0
+  return Service(
+    decode_step=5e-3 + weights / MEMORY / model.together + sums,
+    decode_per_sequence=pass_over / FLOPS / model.together,
+    decode_per_cached_token=cached / (0.6 * MEMORY) / model.together,
+    prefill_per_token=pass_over / (0.5 * 990e12) / model.together,
+    update_per_token=1.5 * 4 * pass_over / FLOPS / trainers,
+    publish=disk,
+    swap=disk / 2,
+    reshard=disk,
+  )
 
 
 def get_config(arg: str = "staleness") -> ml_collections.ConfigDict:
   """The pod of one of the paper's experiments."""
-  serial = arg == "sync"
-  longest, mean = (8192, 5000) if arg == "staleness" else (27648, 9000)
-  trainers = GPUS if serial else GPUS - GENERATORS
+  schedule, _, name = arg.partition("-")
+  name = name or "1.5b"
+  model = MODELS[name]
+  serial, ablation = schedule == "sync", schedule == "staleness"
+  longest, mean = (8192, 5000) if ablation else (27648, 9000)
+  generating = model.gpus if serial else model.gpus * 3 // 4
+  trainers = model.gpus if serial else model.gpus - generating
   loss = algorithms.get("decoupled_ppo").Config()
   return to_config_dict(
     parts.Config(
-      name=f"areal_simulated_{arg}",
+      name=f"areal_simulated_{schedule}_{name}",
       schedule="sync" if serial else "async",
-      groups_per_batch=32,
+      groups_per_batch=GROUPS,
       group_size=16,
-      max_staleness=8,
-      max_running_groups=4 * 32,
+      max_staleness=model.staleness,
+      max_running_groups=4 * GROUPS,
       task=Choice(
         name="reasoning_gym", config=envs.get("reasoning_gym").Config()
       ),
@@ -73,30 +143,21 @@ def get_config(arg: str = "staleness") -> ml_collections.ConfigDict:
       sampling=Sampling(max_tokens=longest),
       learner=learner.Config(minibatches=4, row_length=1024 + longest),
       engine=engine.Config(
-        slots=128,
+        slots=model.slots,
         context_length=1024 + longest,
         prefill_buckets=(1024 + longest,),
         prefill_batches=(1,),
       ),
       warm_start=sft.Config(batches=0, wrong_batches=0),
       simulate=Config(
-        service=Service(
-          decode_step=5e-3 + 0.9e-3,
-          decode_per_sequence=OPERATIONS / 400e12,
-          decode_per_cached_token=28.7e3 / (0.6 * 3.35e12),
-          prefill_per_token=OPERATIONS / (0.5 * 990e12),
-          update_per_token=1.5 * 4 * OPERATIONS / 400e12 / trainers,
-          publish=8.0,
-          swap=4.0,
-          reshard=8.0,
-        ),
-        generators=GPUS if serial else GENERATORS,
+        service=service(model, trainers),
+        generators=generating // model.together,
         prompt_tokens=256,
         lengths=Distribution(kind="lognormal", mean=mean, sigma=1.0, least=64),
         batches=24,
         warm_up=12,
         grain=64,
-        sweep_staleness=(0, 1, 2, 4, 8, None) if arg == "staleness" else (),
+        sweep_staleness=(0, 1, 2, 4, 8, 16, None) if ablation else (),
       ),
     )
   )

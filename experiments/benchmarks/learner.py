@@ -32,11 +32,11 @@ tried; peers take the batch whole, and no other size of theirs was tried. And
 `padded` pads to the limit, not to the batch's longest as TRL does, so it says
 more for packing than it would against that.
 
-Measured once, `--repeats=2 --tails=1`, on two cores of a Xeon, nearly quiet:
-fixed 1.00 (1150 to TRL's 1150; Tunix 811), 0.73 of the ceiling, memory 0.63;
-long tail 2.8, packed to padded 5.7; a step 0.88 of TRL's processor seconds,
-1253 MB, first step after 13 seconds. So the aim of a step is missed, and that
-of fixed just reached. Layers are unrolled, as the peers' are.
+Measured once, `--repeats=3 --tails=1`, on two cores of a Xeon, quiet, without
+Tunix (in an earlier run 0.7 of TRL): fixed 1.05 (1322 to TRL's 1260), 0.69 of
+the ceiling, memory 0.63; long tail 2.4, packed to padded 4.3; a step 0.86 of
+TRL's processor seconds (3.57 to 4.14), 1283 MB, first step after 13 seconds. So
+the aim of a step is missed. Layers are unrolled, as the peers' are.
 
 The last line is JSON: `ratio_fixed`, `ratio_longtail` (to the better peer, aims
 1 and 1.5; null without one), `memory_fixed` (peak, to that peer's, aim 1 at

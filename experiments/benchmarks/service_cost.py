@@ -104,7 +104,7 @@ class CannedEngine(engine.PolicyEngine):
     data[:, 1] = live
     data[:, -1] = np.where(self._left > 0, decoding.RUNNING, decoding.EXHAUSTED)
     head = self.config.behavior_top_k
-    return None, decoding.Result.of(data, 1, head, params.version)
+    return None, decoding.Result.of(data, 1, head, (0, 0), params.version)
 
 
 async def ask(generator: Any, way: str, slots: int, tokens: int) -> float:

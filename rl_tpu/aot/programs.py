@@ -99,6 +99,7 @@ def trainer(
     config.learner.row_length,
     trajectories,
     head_size=config.engine.behavior_top_k,
+    routed=config.model.routed if config.learner.router_replay else None,
     baselines="baselines" in learner.requires,
   )
   return learner, batch

@@ -105,7 +105,8 @@ def _trainer(config: parts.Config) -> _Side:
   reference = weights if "reference_logp" in learner.requires else 0
   remedies = (
     f"raise config.devices.trainer.fsdp ({config.devices.trainer.fsdp}) or "
-    f"tensor ({config.devices.trainer.tensor}); lower "
+    f"tensor ({config.devices.trainer.tensor}), or, where a row is too long "
+    f"for a device, sequence ({config.devices.trainer.sequence}); lower "
     f"config.learner.microbatch_rows ({config.learner.microbatch_rows}) to "
     "data * fsdp * expert; config.model.remat "
     f"({config.model.remat!r}) = 'full'; lower "

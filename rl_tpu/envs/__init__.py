@@ -18,11 +18,15 @@ never made from text.
 """
 
 import abc
+import asyncio
+import contextlib
 import dataclasses
 import hashlib
 import importlib
+import inspect
 import pkgutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, Literal, Protocol
 
@@ -48,6 +52,8 @@ class Step:
   metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
   """What to count, summed over the turns; the log has the mean over a batch's
   trajectories as env_NAME."""
+  answer: str | None = None
+  """What the episode came to, for majority votes: equal answers, equal text."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,7 +62,8 @@ class Limits:
 
   step_seconds: float = 600.0
   """Longest wait for one answer of an environment, > 0; infinite is no limit.
-  It must not block its thread: other episodes live on it too."""
+  A coroutine must not block: other episodes live on its thread too. What may
+  block belongs in a plain function, which has a thread of its own."""
   observation_tokens: int = 32_768
   """Most tokens of one observation, the prompt included, >= 1."""
   empty_observations: bool = False
@@ -70,7 +77,11 @@ class Limits:
 
 
 class Environment(Protocol):
-  """One attempt at one prompt, used once."""
+  """One attempt at one prompt, used once.
+
+  Its methods may be plain functions too; see `answered`. One that holds
+  something open has a method `close` too, called however the episode ends.
+  """
 
   async def reset(self) -> np.ndarray:
     """Returns the prompt, i32[P], P >= 1."""
@@ -83,6 +94,81 @@ class Environment(Protocol):
     "stop"; on "length" the budget cut it, and it has no stop token.
     """
     ...
+
+
+async def answered(function: Callable[..., Any], *arguments: Any) -> Any:
+  """What a function of an environment returns, a coroutine function or not.
+
+  A plain function may block: it is called in a thread of its own, so that one
+  that never returns costs its own episode and a thread, and nobody else waits.
+  """
+  if inspect.iscoroutinefunction(function):
+    return await function(*arguments)
+  loop = asyncio.get_running_loop()
+  future: asyncio.Future[Any] = loop.create_future()
+
+  def settle(result: Any, error: BaseException | None) -> None:
+    if future.done():  # Nobody waits any more.
+      return
+    if error is None:
+      future.set_result(result)
+    else:
+      future.set_exception(error)
+
+  def call() -> None:
+    result, error = None, None
+    try:
+      result = function(*arguments)
+    except StopIteration as raised:  # No future can hold it.
+      error = RuntimeError(f"it raised {raised!r}")
+    except BaseException as raised:
+      error = raised
+    with contextlib.suppress(RuntimeError):  # The loop may be closed by now.
+      loop.call_soon_threadsafe(settle, result, error)
+
+  threading.Thread(target=call, name="environment", daemon=True).start()
+  result = await future
+  return await result if inspect.isawaitable(result) else result
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Endpoint:
+  """Where an agent reaches the policy: an OpenAI-compatible chat API."""
+
+  base_url: str
+  """For `openai.AsyncOpenAI(base_url=..., api_key=...)`, or any other client.
+  It is this episode's alone."""
+  api_key: str
+  """Any key will do; this one is as secret as the address."""
+  model: str
+  """What the policy is called there."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+  """What an agent's episode came to."""
+
+  reward: float
+  """Of every trajectory of it."""
+  metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  """What to count; see `Step`."""
+  answer: str | None = None
+  """For majority votes; see `Step`."""
+
+
+class Agent(abc.ABC):
+  """An episode that is played by code of its own, in place of an Environment.
+
+  The code calls the policy as any chat API, as often and in as many branches as
+  it likes; its calls become the trajectories (`rl_tpu.agents`).
+  """
+
+  def __init__(self, tokenizer: Tokenizer):
+    self.tokenizer = tokenizer
+
+  @abc.abstractmethod
+  async def run(self, endpoint: Endpoint) -> Outcome | float:
+    """Acts; returns what it came to, or only the reward."""
 
 
 class Task(Protocol):
@@ -116,7 +202,7 @@ class Task(Protocol):
     """Renders a row as the prompt at `index` of a stream."""
     ...
 
-  def environment(self, prompt: Prompt) -> Environment:
+  def environment(self, prompt: Prompt) -> Environment | Agent:
     """Starts an attempt at a prompt which this task made.
 
     A task whose members need each other defines `group(prompt, size)` too; see
@@ -147,6 +233,8 @@ class Reply:
   """Whether the episode is over."""
   metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
   """What to count; see `Step`."""
+  answer: str | None = None
+  """What the episode came to; see `Step`."""
 
 
 class TextEnvironment(abc.ABC):
@@ -181,7 +269,8 @@ class TextEnvironment(abc.ABC):
         "serves one attempt"
       )
     if stop_reason == "stop":
-      reply = await self.answer(self._tokenizer.decode(action[:-1]))
+      text = self._tokenizer.decode(action[:-1])
+      reply = await answered(self.answer, text)
     else:
       reply = self.cut()
     self._over = reply.end
@@ -193,6 +282,7 @@ class TextEnvironment(abc.ABC):
       reward=reply.reward,
       end=reply.end,
       metrics=reply.metrics,
+      answer=reply.answer,
     )
 
 
@@ -244,7 +334,9 @@ def of_split(
       yield row
 
 
-def group(task: Task, prompt: Prompt, size: int) -> Sequence[Environment]:
+def group(
+  task: Task, prompt: Prompt, size: int
+) -> Sequence[Environment | Agent]:
   """Returns the environments of a group's `size` attempts at one prompt.
 
   They know nothing of each other, unless the task has a method

@@ -158,7 +158,9 @@ class Environment(TextEnvironment):
     """Computes a call, judges an answer, refuses anything else."""
     if text.startswith("A"):
       right = text[1:] == str(self._value)
-      return Reply(reward=float(right), end=True, metrics=_counted())
+      return Reply(
+        reward=float(right), end=True, metrics=_counted(), answer=text[1:]
+      )
     try:
       if not text.startswith("C"):
         raise calculator.CalculatorError("neither a call nor an answer")

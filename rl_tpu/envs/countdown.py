@@ -161,6 +161,7 @@ class Environment(TextEnvironment):
       reward=reward,
       end=True,
       metrics={"answered": float(expression is not None)},
+      answer=expression,
     )
 
 

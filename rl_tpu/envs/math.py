@@ -13,15 +13,15 @@ for those who would rather lose a prompt than call a right answer wrong.
 
 import dataclasses
 import functools
-import hashlib
 import importlib.metadata
 import json
 import pathlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import numpy as np
 
+from rl_tpu import records
 from rl_tpu.envs import (
   SPLITS,
   Reply,
@@ -33,6 +33,7 @@ from rl_tpu.envs import (
 )
 from rl_tpu.models.tokenizer import Tokenizer
 from rl_tpu.ops import check_choices, check_fields
+from rl_tpu.rewards import answers
 from rl_tpu.rewards.answers import Form
 from rl_tpu.rewards.workers import Workers
 from rl_tpu.types import EpisodeError, Prompt
@@ -106,7 +107,7 @@ class Task:
     config = dataclasses.asdict(self.config)
     config["version"] = importlib.metadata.version("math-verify")
     for path in filter(None, (self.config.path, self.config.heldout_path)):
-      config[f"contents of {path}"] = _digest(pathlib.Path(path))
+      config[f"contents of {path}"] = records.digest(path)
     return json.dumps(config, sort_keys=True)
 
   def records(self, split: Split) -> Iterator[Mapping[str, Any]]:
@@ -175,14 +176,9 @@ class Task:
 
   def _rows(self, path: str) -> Iterator[dict[str, str]]:
     config = self.config
-    for number, row in enumerate(_read(pathlib.Path(path))):
-      try:
-        question = _text(row[config.question_field])
-        answer = _text(row[config.answer_field])
-      except KeyError as error:
-        raise ValueError(
-          f"{path}: row {number} has no field {error}; it has {sorted(row)}"
-        ) from error
+    for row in records.read(path):
+      question = records.field(row, config.question_field, path)
+      answer = records.field(row, config.answer_field, path)
       answer = answer.rsplit("####", 1)[-1].strip()
       yield {"question": question, "answer": answer}
 
@@ -198,37 +194,8 @@ class Environment(TextEnvironment):
     """Has the answer verified."""
     score, failed = await self._task.score(text, self.prompt.metadata["answer"])
     return Reply(
-      reward=score, end=True, metrics={"verifier_failed": float(failed)}
+      reward=score,
+      end=True,
+      metrics={"verifier_failed": float(failed)},
+      answer=answers.voted(text, self._task.config.form),
     )
-
-
-def _read(path: pathlib.Path) -> Iterable[Mapping[str, Any]]:
-  """The rows of a JSON-lines file, or of every split of a TFDS folder."""
-  if path.is_dir():
-    import tensorflow_datasets as tfds
-
-    sources: Any = tfds.builder_from_directory(path).as_data_source()
-    for split in sorted(sources):
-      yield from sources[split]
-    return
-  with open(path, encoding="utf-8") as file:
-    for number, line in enumerate(file, 1):
-      if line.strip():
-        try:
-          yield json.loads(line)
-        except json.JSONDecodeError as error:
-          raise ValueError(f"{path}: line {number}: {error}") from error
-
-
-def _text(value: Any) -> str:
-  return value.decode("utf-8") if isinstance(value, bytes) else str(value)
-
-
-def _digest(path: pathlib.Path) -> str:
-  digest = hashlib.sha256()
-  files = sorted(path.rglob("*")) if path.is_dir() else [path]
-  for file in files:
-    if file.is_file():
-      digest.update(file.name.encode())
-      digest.update(file.read_bytes())
-  return digest.hexdigest()

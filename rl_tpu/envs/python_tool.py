@@ -186,7 +186,7 @@ class Environment(TextEnvironment):
     reward = 0.0
     if final is not None:
       reward = self._task.questions.score(self.prompt.metadata, final)
-    return Reply(reward=reward, end=True, metrics=metrics)
+    return Reply(reward=reward, end=True, metrics=metrics, answer=final)
 
   def cut(self) -> Reply:
     """An action without an end is worth nothing, and calls nothing."""

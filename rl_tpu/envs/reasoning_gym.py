@@ -235,7 +235,8 @@ class SingleTurn(TextEnvironment):
 
   async def answer(self, text: str) -> Reply:
     """Judges the answer."""
-    return Reply(reward=self._task.score(self.prompt.metadata, text), end=True)
+    reward = self._task.score(self.prompt.metadata, text)
+    return Reply(reward=reward, end=True, answer=text.strip())
 
 
 def _create(config: Config):

@@ -13,7 +13,7 @@ a row. Floats travel as their bits.
 Axes: S slots, B sequences inserted together, P padded prompt (a bucket),
 C cache entries, l layers of one stack, K heads of keys and values, h head size,
 E stop ids, W columns of a row, n decode steps of one dispatch, H tokens of the
-sampler's head.
+sampler's head, L layers and k experts that each takes a token through.
 """
 
 import dataclasses
@@ -108,14 +108,21 @@ class Result(engine_api.ResultTokens):
   """Columns of the heads' tokens, step by step."""
   topk_logp_idx: tuple[int, int] = struct.field(pytree_node=False)
   """Columns of the heads' log-probabilities, as bits."""
+  routed: tuple[int, int] = struct.field(pytree_node=False)
+  """L and k of the experts, whose columns come next."""
   version: int = struct.field(pytree_node=False)
   """Of the weights that sampled."""
 
   @classmethod
   def of(
-    cls, data: jax.Array, steps: int, head_size: int, version: int
+    cls,
+    data: jax.Array,
+    steps: int,
+    head_size: int,
+    routed: tuple[int, int],
+    version: int,
   ) -> "Result":
-    """Names the columns that `decode` returned."""
+    """Names the columns that `decode` returned; L = k = 0: no experts."""
     n, heads = steps, steps * head_size
     return cls(
       data=data,
@@ -126,6 +133,7 @@ class Result(engine_api.ResultTokens):
       logp_idx=(2 * n + 1, 3 * n + 1),
       topk_ids_idx=(3 * n + 1, 3 * n + 1 + heads),
       topk_logp_idx=(3 * n + 1 + heads, 3 * n + 1 + 2 * heads),
+      routed=routed,
       version=version,
     )
 
@@ -157,6 +165,13 @@ class Result(engine_api.ResultTokens):
   def topk_logp(self) -> Float[np.ndarray, "S n H"]:
     """Of the heads' tokens."""
     return self._heads(self.topk_logp_idx).view(np.float32)
+
+  @property
+  def experts(self) -> Int[np.ndarray, "S n L k"]:
+    """Those that gave each token its distribution; L = 0: not recorded."""
+    slots, steps = self.tokens.shape
+    columns = self._columns((self.topk_logp_idx[1], -1)).astype(np.int16)
+    return columns.reshape(slots, steps, *self.routed)
 
   @property
   def standing(self) -> Int[np.ndarray, " S"]:
@@ -381,6 +396,7 @@ def decode(
   state: DecodeState,
   steps: int,
   head_size: int,
+  record_experts: bool = False,
 ) -> tuple[DecodeState, Int[Array, "S _"]]:
   """Runs `steps` decode steps; sequences end in the graph.
 
@@ -389,8 +405,8 @@ def decode(
 
   Returns:
     The state, and i32[S, 3n + 2nH + 2]: tokens [n], valid [n], length [1],
-    logp as bits [n], the heads' tokens [n, H] and logp as bits [n, H], and how
-    the slot stands [1].
+    logp as bits [n], the heads' tokens [n, H] and logp as bits [n, H], the
+    experts [n, L, k] where they are recorded, and how the slot stands [1].
   """
   settings = _settings(state.rows)
   identity = state.rows[:, _IDENTITY].astype(jnp.uint32)
@@ -402,7 +418,7 @@ def decode(
   def one_step(carry, step):
     held, tokens, positions, budget = carry
     active = budget > 0
-    logits, held = model(held, tokens, positions, step)
+    logits, held, routing = model(held, tokens, positions, step)
     logits = _bar_stop_ids(logits, state.rows, positions, active)
     sampled, logp, head = sampling.sample(
       logits, sampling_keys, positions + 1, settings, active, head_size
@@ -414,10 +430,11 @@ def decode(
       positions + active,
       jnp.where(hit, 0, budget - active),
     )
-    return carry, ((sampled, active, logp, hit), head)
+    experts = routing.experts if record_experts else None
+    return carry, ((sampled, active, logp, hit), head, experts)
 
   cursor = state.rows[:, _CURSOR].T
-  carry, (emitted, heads) = jax.lax.scan(
+  carry, (emitted, heads, experts) = jax.lax.scan(
     one_step, (held, *cursor), jnp.arange(steps)
   )
   held, last, positions, budget = carry
@@ -439,6 +456,7 @@ def decode(
     positions[:, None] + 1,
     _bits(logp),
     *_head_columns(heads),
+    *_expert_columns(experts),
     jnp.where(ended, standing, RUNNING)[:, None],
   )
   packed = jnp.concatenate([c.astype(jnp.int32) for c in columns], axis=1)
@@ -452,12 +470,13 @@ def _model(
   params: transformer.Params,
   state: DecodeState,
   steps: int,
-) -> tuple[Callable[..., tuple[jax.Array, Any]], transformer.Stacks]:
+) -> tuple[Callable[..., tuple[jax.Array, Any, Any]], transformer.Stacks]:
   """One step of the model, and what it takes along from step to step.
 
-  That is a paged cache, written as it goes: a slot that has ended writes its
-  last token's entry again, which does not count. Otherwise it is the entries of
-  this dispatch, beside a cache that is only read.
+  A step gives logits, that, and the routing. What goes along is a paged cache,
+  written as it goes: a slot that has ended writes its last token's entry again,
+  which does not count. Otherwise it is the entries of this dispatch, beside a
+  cache that is only read.
   """
   if _paged(policy):
 
@@ -472,14 +491,15 @@ def _model(
   def beside(recent, tokens, positions, step):
     known = jnp.broadcast_to(jnp.arange(steps) < step, (slots, steps))
     caches = [(state.cache, before), (recent, known)]
-    logits, new = policy.decode(params, tokens, positions, caches)
-    return logits, _by_axis(
+    logits, new, routing = policy.decode(params, tokens, positions, caches)
+    recent = _by_axis(
       lambda cache, token, axis: jax.lax.dynamic_update_index_in_dim(
         cache, token.astype(cache.dtype), step, axis
       ),
       recent,
       new,
     )
+    return logits, recent, routing
 
   return beside, _empty_cache(policy, slots, steps)
 
@@ -520,6 +540,16 @@ def _head_columns(
   ids, logp = heads
   rows = (x.swapaxes(0, 1) for x in (ids, _bits(logp)))
   return [x.reshape(x.shape[0], -1) for x in rows]
+
+
+def _expert_columns(
+  experts: Int[Array, "n L S k"] | None,
+) -> list[Int[Array, "S _"]]:
+  """The same, and in a step layer after layer."""
+  if experts is None:
+    return []
+  by_slot = jnp.moveaxis(experts, 2, 0)
+  return [by_slot.reshape(len(by_slot), -1)]
 
 
 def _bits(x: Float[Array, "*axes"]) -> Int[Array, "*axes"]:

@@ -116,6 +116,7 @@ class GenerationDriver(orchestrator.Driver):
       config.slots,
       config.context_length,
       config.behavior_top_k,
+      engine.routed,
       config.min_shared_prefix if config.shares_prefixes else 0,
     )
     self._weights: VersionedParams | None = None

@@ -77,6 +77,10 @@ class Config:
   """K most likely tokens kept with each sampled one, for score centering, in
   [0, vocab_size]; 0 keeps none (Score Centering: 128; vocab_size is exact).
   Costs 8 K bytes a token."""
+  record_experts: bool = False
+  """Keeps with each sampled token the experts that gave it, for a learner
+  with router_replay. Costs 2 bytes for each layer and expert of a token: 768 a
+  token of Qwen3-30B-A3B."""
   min_shared_prefix: int = 64
   """Sequences that begin with at least this many tokens of another slot's take
   its keys and values over in place of computing them: the members of a group,
@@ -202,7 +206,12 @@ def _programs(
 
   def decode(params, state):
     return decoding.decode(
-      policy, params, state, config.steps_per_dispatch, config.behavior_top_k
+      policy,
+      params,
+      state,
+      config.steps_per_dispatch,
+      config.behavior_top_k,
+      config.record_experts,
     )
 
   return _Programs(
@@ -264,7 +273,8 @@ class PolicyEngine(engine_api.Engine):
 
     Raises:
       ValueError: slots or weights do not divide over the mesh, the head is
-        larger than the vocabulary, or the mismatch does not fit the weights.
+        larger than the vocabulary, the mismatch does not fit the weights, or
+        experts are to be recorded where there are none.
     """
     ways = sharding.ways(mesh, "slots")
     if config.slots % ways:
@@ -272,11 +282,21 @@ class PolicyEngine(engine_api.Engine):
         f"slots is {config.slots}; it must be a multiple of {ways}, the size "
         f"of mesh axes {sharding.RULES['slots']}"
       )
+    if sharding.ways(mesh, "context") > 1:
+      raise ValueError(
+        f"the generator's mesh has sequence {sharding.ways(mesh, 'context')}; "
+        "it must be 1: use tensor or fsdp"
+      )
     vocabulary = policy.config.vocab_size
     if config.behavior_top_k > vocabulary:
       raise ValueError(
         f"behavior_top_k is {config.behavior_top_k}; it must be at most "
         f"vocab_size, {vocabulary}"
+      )
+    if config.record_experts and not policy.config.num_experts:
+      raise ValueError(
+        "record_experts is True; it must be False for a policy without experts "
+        "(num_experts 0)"
       )
     self.policy = policy
     self.config = config
@@ -379,7 +399,13 @@ class PolicyEngine(engine_api.Engine):
     with jax.set_mesh(self._mesh):
       state, data = self._programs.decode(params.params, decode_state)
     steps, head = self.config.steps_per_dispatch, self.config.behavior_top_k
-    return state, decoding.Result.of(data, steps, head, params.version)
+    result = decoding.Result.of(data, steps, head, self.routed, params.version)
+    return state, result
+
+  @property
+  def routed(self) -> tuple[int, int]:
+    """Layers, and experts of each, that are recorded of a token."""
+    return self.policy.config.routed if self.config.record_experts else (0, 0)
 
   def get_prefix_destination_sharding(self) -> Prefix:
     """Where `insert` wants a prefix that was computed elsewhere."""

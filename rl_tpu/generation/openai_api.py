@@ -308,7 +308,8 @@ class _Api:
 
 def _says_something(ask: Ask, added: TextChunk) -> bool:
   """Whether a piece has anything that the client wants to know."""
-  told = ask.top is not None or ask.return_token_ids
+  told = ask.return_token_ids or ask.return_token_experts
+  told = told or ask.top is not None
   return bool(added.text) or added.chunk.stop_reason is not None or told
 
 

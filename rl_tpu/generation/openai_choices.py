@@ -49,6 +49,8 @@ class Format(abc.ABC):
       choice["prompt_token_ids"] = ask.requests[index].tokens.tolist()
       choice["token_ids"] = sampled.tokens.tolist()
       choice["token_versions"] = versions.tolist()
+    if ask.return_token_experts and sampled.experts is not None:
+      choice["token_experts"] = sampled.experts.tolist()
     return choice
 
   @abc.abstractmethod

@@ -6,7 +6,8 @@ the API that this server does not offer pass where they ask for nothing.
 
 Beyond the API's own there are `top_k`, `min_p`, `min_tokens` (`types.Sampling`)
 and `return_token_ids`, with which choices also hold `prompt_token_ids`,
-`token_ids` and `token_versions`.
+`token_ids` and `token_versions`. With `return_token_experts` they hold
+`token_experts`: of each token, those that each layer took to give it.
 """
 
 import dataclasses
@@ -40,7 +41,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-  """What an API serves; the first three are its engine's (engine.Config)."""
+  """What an API serves; the first four are its engine's (engine.Config)."""
 
   context_length: int
   """Most tokens of one sequence, prompt included, >= 2."""
@@ -48,6 +49,8 @@ class Config:
   """Most tokens of a prompt, in [1, context_length)."""
   behavior_top_k: int = 0
   """Most `logprobs` or `top_logprobs` of a request, >= 0."""
+  record_experts: bool = False
+  """Whether a request may have `return_token_experts`."""
   max_open_requests: int = 1024
   """Sequences that are sampled or wait for it at one time, >= 1; `n` counts
   for each prompt. What comes on top gets status 429."""
@@ -127,6 +130,7 @@ class Ask:
   stream: bool
   include_usage: bool
   return_token_ids: bool
+  return_token_experts: bool
 
 
 class Fields:
@@ -269,6 +273,13 @@ class Reader:
     if seed is None:
       seed = secrets.randbits(32)
     stream = fields.flag("stream")
+    experts = fields.flag("return_token_experts")
+    if experts and not self._config.record_experts:
+      raise refusal(
+        "return_token_experts",
+        True,
+        "false: this generator does not record them (engine.record_experts)",
+      )
     members = itertools.product(enumerate(prompts), range(n))
     ask = Ask(
       requests=tuple(
@@ -287,6 +298,7 @@ class Reader:
       stream=stream,
       include_usage=_include_usage(fields, stream),
       return_token_ids=fields.flag("return_token_ids"),
+      return_token_experts=experts,
     )
     fields.finish()
     return ask

@@ -7,7 +7,7 @@ knows whose cache a new sequence can share: the rows of freed slots stay until
 they are overwritten. `Outbox` wakes each client's asyncio loop once per
 dispatch, however many of its requests it concerns.
 
-Axes: S slots, C context, K the sampler's head.
+Axes: S slots, C context, K the sampler's head, L layers and k experts of each.
 """
 
 import asyncio
@@ -74,6 +74,7 @@ class SlotTable:
     slots: int,
     context_length: int,
     head_size: int,
+    routed: tuple[int, int] = (0, 0),
     min_shared_prefix: int = 0,
   ):
     self._min_shared = min_shared_prefix
@@ -91,10 +92,14 @@ class SlotTable:
     self._tokens = np.zeros((slots, context_length), np.int32)
     self._logp = np.zeros((slots, context_length), np.float32)
     self._version = np.zeros((slots, context_length), np.int32)
-    # Pages of the heads are real memory only once they are written to.
-    heads = (slots, context_length, head_size)
-    self._topk_ids = np.zeros(heads, np.int32)
-    self._topk_logp = np.zeros(heads, np.float32)
+    # Pages of these are real memory only once they are written to.
+    context = slots, context_length
+    extras = {
+      "topk_ids": np.zeros((*context, head_size), np.int32),
+      "topk_logp": np.zeros((*context, head_size), np.float32),
+      "experts": np.zeros((*context, *routed), np.int16),
+    }
+    self._extras = {name: x for name, x in extras.items() if x.size}
 
   @property
   def running(self) -> list[OpenRequest]:
@@ -240,8 +245,8 @@ class SlotTable:
     self._tokens[rows, at] = tokens[rows, step]
     self._logp[rows, at] = result.logp[rows, step]
     self._version[rows, at] = result.version
-    self._topk_ids[rows, at] = result.topk_ids[rows, step]
-    self._topk_logp[rows, at] = result.topk_logp[rows, step]
+    for name, held in self._extras.items():
+      held[rows, at] = getattr(result, name)[rows, step]
     self._length += counts
     self._shareable = np.where(self._current, self._length - 1, 0)
     return len(rows)
@@ -262,9 +267,8 @@ class SlotTable:
     if not wanting:
       return
     tokens, logp = result.tokens, result.logp
-    ids, head_logp = result.topk_ids, result.topk_logp
+    extras = {name: getattr(result, name) for name in self._extras}
     counts, standing = result.counts.tolist(), result.standing.tolist()
-    has_head = ids.shape[2] > 0
     for opened in wanting:
       slot = opened.slot
       count = counts[slot]
@@ -280,8 +284,7 @@ class SlotTable:
           logp=logp[slot, :count].copy(),
           version=result.version,
           stop_reason=_REASONS.get(standing[slot]),
-          topk_ids=ids[slot, :count].copy() if has_head else None,
-          topk_logp=head_logp[slot, :count].copy() if has_head else None,
+          **{name: x[slot, :count].copy() for name, x in extras.items()},
         )
         outbox.post(opened, chunk)
 
@@ -291,15 +294,12 @@ class SlotTable:
     """All of a request that the dispatch ended."""
     slot = opened.slot
     sampled = slice(int(self._prompt_length[slot]), int(self._length[slot]))
-    ids, logp = self._topk_ids[slot, sampled], self._topk_logp[slot, sampled]
-    has_head = ids.shape[1] > 0
     return Completion(
       tokens=self._tokens[slot, sampled].copy(),
       logp=self._logp[slot, sampled].copy(),
       version=self._version[slot, sampled].copy(),
       stop_reason=_REASONS[int(result.standing[slot])],
-      topk_ids=ids.copy() if has_head else None,
-      topk_logp=logp.copy() if has_head else None,
+      **{name: x[slot, sampled].copy() for name, x in self._extras.items()},
     )
 
 

@@ -122,6 +122,7 @@ def read_report(status: dict[str, Any], life: str) -> routing.Report:
       max_requests=status["max_requests"],
       max_prompt_length=status["max_prompt_length"],
       head_size=status["behavior_top_k"],
+      records_experts=status["record_experts"],
       refusing=" and ".join(f"it is {word}" for word in refusing),
       busy=status["open_requests"] > 0 and not status["paused"],
       progress=tuple(counters[name] for name in _WORK),

@@ -91,6 +91,8 @@ class Report:
   max_prompt_length: int
   head_size: int
   """K, the size of its heads."""
+  records_experts: bool
+  """Whether its tokens come with the experts that gave them."""
   refusing: str = ""
   """Why it takes no requests; empty if it does."""
   busy: bool = False
@@ -155,7 +157,7 @@ class Router:
     self._limits = limits
     self._clock = clock
     self._least: int | None = None  # Versions that new requests may get.
-    self._head_size: int | None = None
+    self._kept: tuple[int, bool] | None = None
     self._homes: collections.OrderedDict[Hashable, Member] = (
       collections.OrderedDict()
     )
@@ -190,16 +192,17 @@ class Router:
     """A check was answered; this may still find the generator unfit."""
     stalled = self._stalled(member, report)
     member.report = report
-    if self._head_size is None:
-      self._head_size = report.head_size
+    kept = report.head_size, report.records_experts
+    self._kept = self._kept or kept
     if stalled:
       seconds = self._limits.stall_seconds
       self.missed(member, f"it has work and did none for {seconds:g} s")
-    elif report.head_size != self._head_size:
+    elif kept != self._kept:
       self.missed(
         member,
-        f"its behavior_top_k is {report.head_size}; all generators must have "
-        f"the same, {self._head_size}",
+        f"its behavior_top_k is {kept[0]} and its record_experts {kept[1]}; "
+        f"all generators must have the same, {self._kept[0]} and "
+        f"{self._kept[1]}",
       )
     elif member.broken >= self._limits.failures_to_open:
       self._open(member)

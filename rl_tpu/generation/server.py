@@ -20,6 +20,7 @@ client certificates. `Status`, gRPC's own health protocol and JetStream's
 import asyncio
 import dataclasses
 import ipaddress
+import math
 import os
 import pathlib
 import time
@@ -309,6 +310,7 @@ class GenerationServer:
     engine = self.driver.engine.config
     # Streams may come a token at a time.
     token = wire.CHUNK_BYTES + 8 * (1 + engine.behavior_top_k)
+    token += 2 * math.prod(self.driver.engine.routed)
     return 2 * engine.slots * engine.context_length * token
 
   # Calls.
@@ -416,6 +418,7 @@ class GenerationServer:
       max_prompt_length=engine.config.max_prompt_length,
       context_length=engine.config.context_length,
       behavior_top_k=engine.config.behavior_top_k,
+      record_experts=engine.config.record_experts,
       healthy=self._healthy,
       paused=self._paused,
       draining=self.admission.ended,

@@ -17,13 +17,14 @@ dropped; the stream is closed, which frees the slot. So a turn that ends with
 import codecs
 import contextlib
 import dataclasses
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import Literal, Protocol
 
 import numpy as np
 
+from rl_tpu.generation import wire
 from rl_tpu.models.tokenizer import BytesPerToken, Tokenizer
-from rl_tpu.types import Chunk, Completion, Request
+from rl_tpu.types import Chunk, Completion, Request, extras
 
 FinishReason = Literal["stop", "length"]
 
@@ -261,15 +262,12 @@ class _Writer:
 
 def _cut(chunk: Chunk, length: int) -> Chunk:
   """The first tokens of a chunk, which a stop string ended."""
-  heads = (chunk.topk_ids, chunk.topk_logp)
-  ids, logp = (None if head is None else head[:length] for head in heads)
   return Chunk(
     tokens=chunk.tokens[:length],
     logp=chunk.logp[:length],
     version=chunk.version,
     stop_reason="stop",
-    topk_ids=ids,
-    topk_logp=logp,
+    **{name: array[:length] for name, array in extras(chunk).items()},
   )
 
 
@@ -321,24 +319,9 @@ def join(pieces: Sequence[TextChunk]) -> TextCompletion:
   reason = chunks[-1].stop_reason if chunks else None
   if reason is None:
     raise RuntimeError("the stream of a request ended without a stop reason")
-
-  def joined(arrays: Iterator[np.ndarray | None]) -> np.ndarray | None:
-    present = [array for array in arrays if array is not None]
-    return np.concatenate(present) if present else None
-
   return TextCompletion(
     text="".join(piece.text for piece in pieces),
-    completion=Completion(
-      tokens=np.concatenate([chunk.tokens for chunk in chunks]),
-      logp=np.concatenate([chunk.logp for chunk in chunks]),
-      version=np.repeat(
-        np.array([chunk.version for chunk in chunks], np.int32),
-        [len(chunk.tokens) for chunk in chunks],
-      ),
-      stop_reason=reason,
-      topk_ids=joined(chunk.topk_ids for chunk in chunks),
-      topk_logp=joined(chunk.topk_logp for chunk in chunks),
-    ),
+    completion=wire.join(chunks),
     offsets=np.concatenate([piece.offsets for piece in pieces]),
     stop=pieces[-1].stop,
   )

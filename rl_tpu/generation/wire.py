@@ -4,7 +4,7 @@ A message per token and request costs more than sampling a token of a small
 model. So a connection carries many requests, and one message holds what a
 dispatch sampled for all of them: every field is one little-endian array over
 the chunks (`ids`, `counts`, `versions`, `ends`) or over all their tokens
-(`tokens`, `logp`, `topk_ids`, `topk_logp`), as bytes.
+(`tokens`, `logp`, `topk_ids`, `topk_logp`, `experts`), as bytes.
 
     to the server   {v, open: [{id, streams, tokens, ...}], cancel: [id]}
     to the client   {v, ids, counts, ..., errors: [[id, code, message]]}
@@ -16,6 +16,7 @@ end. Whatever bytes arrive, unpacking returns or raises WireError.
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -29,7 +30,14 @@ from rl_tpu.messages import (
   pack_map,
   unpack_map,
 )
-from rl_tpu.types import STOP_REASONS, Chunk, Completion, Request, Sampling
+from rl_tpu.types import (
+  STOP_REASONS,
+  Chunk,
+  Completion,
+  Request,
+  Sampling,
+  extras,
+)
 
 CHUNK_BYTES = 32
 """What a chunk takes beside its tokens, about."""
@@ -161,15 +169,13 @@ def split(completion: Completion) -> list[Chunk]:
   """The chunks of a completion, one for each run of equal versions."""
   cuts = np.flatnonzero(np.diff(completion.version)) + 1
   bounds = [0, *cuts.tolist(), len(completion.tokens)]
-  ids, logp = completion.topk_ids, completion.topk_logp
   return [
     Chunk(
       tokens=completion.tokens[start:end],
       logp=completion.logp[start:end],
       version=int(completion.version[start]),
       stop_reason=completion.stop_reason if end == bounds[-1] else None,
-      topk_ids=None if ids is None else ids[start:end],
-      topk_logp=None if logp is None else logp[start:end],
+      **{name: x[start:end] for name, x in extras(completion).items()},
     )
     for start, end in itertools.pairwise(bounds)
   ]
@@ -183,14 +189,12 @@ def join(chunks: Sequence[Chunk]) -> Completion:
   """
   counts = [len(chunk.tokens) for chunk in chunks]
   versions = np.array([chunk.version for chunk in chunks], np.int32)
-  has_head = chunks[0].topk_ids is not None
   return Completion(
     tokens=np.concatenate([chunk.tokens for chunk in chunks]),
     logp=np.concatenate([chunk.logp for chunk in chunks]),
     version=np.repeat(versions, counts),
     stop_reason=chunks[-1].stop_reason or "length",
-    topk_ids=_concatenated(chunks, "topk_ids") if has_head else None,
-    topk_logp=_concatenated(chunks, "topk_logp") if has_head else None,
+    **{name: _concatenated(chunks, name) for name in extras(chunks[0])},
   )
 
 
@@ -219,12 +223,12 @@ def remainder(request: Request, chunks: Sequence[Chunk]) -> Request | None:
 
 def size(chunk: Chunk) -> int:
   """Bytes of a chunk in a message, to within a few."""
-  head = 0 if chunk.topk_ids is None else chunk.topk_ids.shape[1]
-  return CHUNK_BYTES + 8 * (1 + head) * len(chunk.tokens)
+  kept = sum(array.nbytes for array in extras(chunk).values())
+  return CHUNK_BYTES + 8 * len(chunk.tokens) + kept
 
 
 def pack_answers(answers: Sequence[tuple[int, Chunk | Failure]]) -> bytes:
-  """A message with chunks and failures; all chunks have heads of one size."""
+  """A message with chunks and failures; chunks have the same extras."""
   ids, chunks, errors = [], [], []
   for request_id, answer in answers:
     if isinstance(answer, Chunk):
@@ -243,14 +247,13 @@ def pack_answers(answers: Sequence[tuple[int, Chunk | Failure]]) -> bytes:
       "tokens": _bytes(chunks, "tokens", "<i4"),
       "logp": _bytes(chunks, "logp", "<f4"),
     }
-    if chunks[0].topk_ids is not None:
-      fields |= {
-        "topk_ids": _bytes(chunks, "topk_ids", "<i4"),
-        "topk_logp": _bytes(chunks, "topk_logp", "<f4"),
-      }
+    for name, array in extras(chunks[0]).items():
+      fields[name] = _bytes(chunks, name, _EXTRAS[name])
+      fields[f"{name}_shape"] = list(array.shape[1:])
   return pack_map(**fields)
 
 
+_EXTRAS = {"topk_ids": "<i4", "topk_logp": "<f4", "experts": "<i2"}
 _ENDS = {None: 0} | {r: i for i, r in enumerate(STOP_REASONS, 1)}
 _REASONS = (None, *STOP_REASONS)
 
@@ -292,7 +295,7 @@ def _chunks(message: dict[str, Any]) -> list[tuple[int, Chunk]]:
       ("logp", "<f4"),
     )
   )
-  topk_ids, topk_logp = _heads(message, len(tokens))
+  kept = _kept(message, len(tokens))
   stops = np.cumsum(counts)
   alike = len({len(ids), len(counts), len(versions), len(ends)}) == 1
   whole = len(counts) and counts.min() > 0 and stops[-1] == len(tokens)
@@ -309,21 +312,27 @@ def _chunks(message: dict[str, Any]) -> list[tuple[int, Chunk]]:
       logp=logp[start:stop],
       version=version,
       stop_reason=_REASONS[end],
-      topk_ids=None if topk_ids is None else topk_ids[start:stop],
-      topk_logp=None if topk_logp is None else topk_logp[start:stop],
+      **{name: array[start:stop] for name, array in kept.items()},
     )
     answers.append((request_id, chunk))
     start = stop
   return answers
 
 
-def _heads(
-  message: dict[str, Any], tokens: int
-) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
-  if "topk_ids" not in message:
-    return None, None
-  ids = _array("topk_ids", message["topk_ids"], "<i4")
-  logp = _array("topk_logp", message.get("topk_logp"), "<f4")
-  if len(ids) != len(logp) or not tokens or len(ids) % tokens:
-    raise WireError("the heads of a message do not fit its tokens")
-  return ids.reshape(tokens, -1), logp.reshape(tokens, -1)
+def _kept(message: dict[str, Any], tokens: int) -> dict[str, np.ndarray]:
+  """What a message has of `types.EXTRAS`, by name."""
+  arrays: dict[str, np.ndarray] = {}
+  for name, dtype in _EXTRAS.items():
+    if name not in message:
+      continue
+    array = _array(name, message[name], dtype)
+    shape = message.get(f"{name}_shape")
+    if not isinstance(shape, list):
+      raise WireError(f"{name}_shape is {shape!r} in a message")
+    check_integers(f"{name}_shape", shape, 1, _LARGEST)
+    if math.prod(shape) * tokens != len(array):
+      raise WireError(f"{name} of a message does not fit its tokens")
+    arrays[name] = array.reshape(tokens, *shape)
+  if ("topk_ids" in arrays) != ("topk_logp" in arrays):
+    raise WireError("the heads of a message lack ids or logp")
+  return arrays

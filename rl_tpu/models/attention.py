@@ -8,7 +8,9 @@ of keys and values (grouped-query attention, Ainslie et al. 2023).
 Packed rows are what the learner spends its attention on. On TPUs they go
 through JAX's splash kernel, which never holds [T, T] and skips the blocks above
 the diagonal; elsewhere, or where a row is no multiple of the kernel's lanes,
-through `jax.nn.dot_product_attention`.
+through products of whole matrices. On a mesh each device has its own rows and
+heads, and of its rows the queries of its own part of the context, with the keys
+and values of all of it.
 
 Axes: R rows, T tokens, S slots, C cache entries, n tokens of one dispatch,
 H heads, K heads of keys and values, h head size.
@@ -59,8 +61,13 @@ def packed(
 ) -> Float[Array, "R T H h"]:
   """Causal attention inside each trajectory of a row."""
   length, size = q.shape[1], q.shape[3]
-  if sharding.on_tpu() and length % _LANES == 0 and size % _LANES == 0:
+  lanes = _LANES * sharding.parts("context")
+  if sharding.on_tpu() and length % lanes == 0 and size % _LANES == 0:
     return splash_packed(q, k, v, trajectory_ids)
+  if sharding.parts("context") > 1:
+    k, v = (
+      sharding.constrain(x, "rows", None, "kv_heads", None) for x in (k, v)
+    )
   causal = jnp.tril(jnp.ones((length, length), bool))
   same = trajectory_ids[:, :, None] == trajectory_ids[:, None, :]
   return _grouped(q, k, v, causal & same)
@@ -94,52 +101,58 @@ def _grouped(
 
 
 def splash_packed(q, k, v, trajectory_ids, interpret=False):
-  """`packed` by the TPU kernel: each device its own rows and heads."""
-  length = q.shape[1]
-  block = math.gcd(_BLOCK, length)
+  """`packed` by the TPU kernel: each device its own rows, heads and queries."""
+  length, heads = q.shape[1:3]
+  parts = sharding.parts("context")
+  block, own = math.gcd(_BLOCK, length), math.gcd(_BLOCK, length // parts)
   least, most = _BACKWARD_BLOCKS
   fused = length <= _PARTIAL * most
   wanted = max(least, length // _PARTIAL) if fused else least
   backward = math.gcd(wanted, length)
   sizes = splash.BlockSizes(
-    block_q=block,
+    block_q=own,
     block_kv=block,
-    block_q_dkv=block,
+    block_q_dkv=own,
     block_kv_dkv=backward,
     block_kv_dkv_compute=block,
-    block_q_dq=None if fused else block,
+    block_q_dq=None if fused else own,
     block_kv_dq=None if fused else backward,
     use_fused_bwd_kernel=fused,
   )
 
-  def local(q, k, v, ids):
-    causal = splash_masks.CausalMask((length, length))
-    kernel = splash.make_splash_mha(
-      splash_masks.MultiHeadMask([causal] * q.shape[1]),
-      head_shards=1,
-      q_seq_shards=1,
-      block_sizes=sizes,
-      interpret=interpret,
-      residual_checkpoint_name=KEPT,
-    )
-    return jax.vmap(kernel)(q, k, v, splash.SegmentIds(q=ids, kv=ids))
+  causal = splash_masks.CausalMask((length, length))
+  kernel: Any = splash.make_splash_mha(
+    splash_masks.MultiHeadMask([causal] * heads),
+    head_shards=1,
+    q_seq_shards=parts,
+    block_sizes=sizes,
+    interpret=interpret,
+    residual_checkpoint_name=KEPT,
+  )
+
+  def local(kernel, q, k, v, q_ids, kv_ids):
+    return jax.vmap(kernel)(q, k, v, splash.SegmentIds(q=q_ids, kv=kv_ids))
 
   q = q * (1 / math.sqrt(q.shape[-1]))
   q, k, v = (checkpoint_name(x.swapaxes(1, 2), KEPT) for x in (q, k, v))
   by_device = local
-  if not jax.sharding.get_abstract_mesh().empty:
-    by_heads = sharding.partition_spec(("rows", "heads", None, None))
+  mesh = jax.sharding.get_abstract_mesh()
+  if not mesh.empty:
+    by_heads = sharding.partition_spec(("rows", "heads", "context", None))
     by_kv_heads = sharding.partition_spec(("rows", "kv_heads", None, None))
+    masks = sharding.partition_spec((None, "context"))
     by_device = jax.shard_map(
       local,
       in_specs=(
+        kernel.manual_sharding_spec(jax.NamedSharding(mesh, masks)),
         *(by_heads, by_kv_heads, by_kv_heads),
+        sharding.partition_spec(("rows", "context")),
         sharding.partition_spec(("rows", None)),
       ),
       out_specs=by_heads,
       check_vma=False,
     )
-  mixed: Any = by_device(q, k, v, trajectory_ids)
+  mixed: Any = by_device(kernel, q, k, v, trajectory_ids, trajectory_ids)
   return mixed.swapaxes(1, 2)
 
 

@@ -10,6 +10,11 @@ The router computes in float32 whatever the activations are: experts that
 learner and generator choose differently are the largest mismatch there is. The
 choice has no gradient; the router learns through g.
 
+A pass may be told the choice of a token instead (router replay; R3: Ma et al.
+2025, arXiv:2510.11370): C is then that of the generator, and g is still the
+router's own, over C, with its gradient. Whatever separates the numbers of the
+two sides then moves a token's gates a little, never its experts.
+
 There is no capacity, so no token is ever dropped and a token's result depends
 on nothing else in the batch, padding included. Tokens are sorted by expert and
 multiplied in groups (a grouped kernel on TPUs; on CPUs XLA multiplies all
@@ -105,7 +110,7 @@ class MixtureOfExperts(nnx.Module):
     self.per_token, self.normalize = per_token, normalize
 
   def __call__(
-    self, x: Float[Array, "... D"]
+    self, x: Float[Array, "... D"], replayed: Int[Array, "... k"] | None
   ) -> tuple[Float[Array, "... D"], Routing]:
     """Acts on each token by itself."""
     own = self.experts
@@ -115,6 +120,7 @@ class MixtureOfExperts(nnx.Module):
       (own.gate[...], own.up[...], own.down[...]),
       per_token=self.per_token,
       normalize=self.normalize,
+      replayed=replayed,
     )
 
 
@@ -131,6 +137,7 @@ def mixture(
   *,
   per_token: int,
   normalize: bool,
+  replayed: Int[Array, "... k"] | None = None,
 ) -> tuple[Float[Array, "... D"], Routing]:
   """Routes tokens, and sums what their experts make of them.
 
@@ -144,39 +151,62 @@ def mixture(
     experts: weights, cast to the dtype of `x`.
     per_token: k.
     normalize: whether the k gates of a token sum to 1.
+    replayed: experts that are chosen for a token, or -1: it chooses itself.
   """
-  tokens = x.reshape(-1, x.shape[-1])
   if jax.sharding.get_abstract_mesh().empty:
-    gates, routing = route(tokens, router, per_token, normalize)
+    tokens, replayed = jax.tree.map(_listed, (x, replayed))
+    gates, routing = route(tokens, router, per_token, normalize, replayed)
     experts = jax.tree.map(lambda weight: weight.astype(x.dtype), experts)
     result = _summed(tokens, routing.experts, gates, experts), routing
-  else:
-    result = _on_mesh(per_token, normalize, tokens, router, experts)
-  return jax.tree.map(lambda a: a.reshape(*x.shape[:-1], *a.shape[1:]), result)
+    return _apart(result, x.shape[:-1])
+  # Rows of tokens, which may be of one token each.
+  rows = jax.tree.map(
+    lambda a: a.reshape(len(a), -1, a.shape[-1]), (x, replayed)
+  )
+  result = _on_mesh(per_token, normalize, rows, router, experts)
+  return jax.tree.map(lambda a: a.reshape(*x.shape[:-1], *a.shape[2:]), result)
+
+
+def _listed(x: Float[Array, "... D"]) -> Float[Array, "n D"]:
+  """All tokens in one list."""
+  return x.reshape(-1, x.shape[-1])
+
+
+def _apart(tree: Any, shape: tuple[int, ...]) -> Any:
+  """Arrays over a list of tokens, which come in this shape."""
+  return jax.tree.map(lambda a: a.reshape(*shape, *a.shape[1:]), tree)
 
 
 def _on_mesh(
   per_token: int,
   normalize: bool,
-  tokens: Float[Array, "n D"],
+  given: tuple[Float[Array, "R T D"], Int[Array, "R T k"] | None],
   router: Float[Array, "D E"],
   experts: Experts,
-) -> tuple[Float[Array, "n D"], Routing]:
-  """Lets each device work on its share, and joins what they get."""
+) -> tuple[Float[Array, "R T D"], Routing]:
+  """Lets each device work on its share, and joins what they get.
+
+  `given` are tokens, and the choices to replay.
+  """
   mesh = jax.sharding.get_abstract_mesh()
-  rows = sharding.partition_spec(("rows",))
+  rows = sharding.partition_spec(("rows", "context"))
   inward = sharding.partition_spec(("expert", "embed", "mlp"))
   outward = sharding.partition_spec(("expert", "mlp", "embed"))
   # One sequence in prefill, say, need not divide over the devices.
   parts = sharding.ways(mesh, "rows")
-  count = len(tokens)
-  tokens = jnp.pad(tokens, ((0, -count % parts), (0, 0)))
-  reached = len(tokens) // parts * sharding.ways(mesh, "expert")
+  count, length, width = given[0].shape
+  given = jax.tree.map(
+    lambda x: jnp.pad(x, ((0, -count % parts), (0, 0), (0, 0))), given
+  )
+  own = len(given[0]) // parts * length // sharding.ways(mesh, "context")
+  reached = own * sharding.ways(mesh, "expert")
   held = sum(weight.size for weight in experts) // sharding.ways(mesh, "mlp")
-  experts_travel = reached * per_token * tokens.shape[1] > held
+  experts_travel = reached * per_token * width > held
 
-  def on_device(tokens, router, experts):
-    gates, routing = route(tokens, router, per_token, normalize)
+  def on_device(given, router, experts):
+    shape = given[0].shape[:2]
+    tokens, replayed = jax.tree.map(_listed, given)
+    gates, routing = route(tokens, router, per_token, normalize, replayed)
     gate, up, down = (weight.astype(tokens.dtype) for weight in experts)
     # The embed axis of a weight is gathered for the layer.
     gate, up = (_gathered(weight, "embed", 1) for weight in (gate, up))
@@ -194,14 +224,14 @@ def _on_mesh(
       chosen = jnp.where(own, chosen - first, len(gate))
       y = _summed(tokens, chosen, gates, experts, some=True)
       y = jax.lax.psum_scatter(y, sharding.RULES["expert"], tiled=True)
-    return jax.lax.psum(y, sharding.RULES["mlp"]), routing
+    return _apart((jax.lax.psum(y, sharding.RULES["mlp"]), routing), shape)
 
   result = jax.shard_map(
     on_device,
     in_specs=(rows, jax.P(), (inward, inward, outward)),
     out_specs=rows,
     check_vma=False,
-  )(tokens, router, experts)
+  )(given, router, experts)
   return jax.tree.map(lambda a: a[:count], result)
 
 
@@ -215,11 +245,17 @@ def route(
   router: Float[Array, "D E"],
   per_token: int,
   normalize: bool,
+  replayed: Int[Array, "n k"] | None = None,
 ) -> tuple[Float[Array, "n k"], Routing]:
-  """Gates in float32, and whom they open; of equals, the first."""
+  """Gates in float32, and whom they open; of equals, the first.
+
+  Where `replayed` is not -1 it is whom.
+  """
   logits = jnp.matmul(x.astype(jnp.float32), router, precision="highest")
   logp = jax.nn.log_softmax(logits)
   chosen = jax.lax.top_k(logits, per_token)[1]
+  if replayed is not None:
+    chosen = jnp.where(replayed >= 0, replayed.astype(chosen.dtype), chosen)
   gates = jnp.exp(jnp.take_along_axis(logp, chosen, axis=-1))
   if normalize:
     gates /= jnp.sum(gates, axis=-1, keepdims=True)

@@ -97,19 +97,31 @@ def _yarn_ramp(
   return (jnp.arange(half, dtype=jnp.float32) - first) / (last - first)
 
 
-def rotary(
-  x: Float[Array, "... heads h"],
+Turns = tuple[Float[Array, "... 1 half"], Float[Array, "... 1 half"]]
+"""Sine and cosine of every pair's angle at some positions."""
+
+
+def turns(
   positions: Int[Array, "..."],
+  half: int,
   theta: float,
   scaling: Scaling | None = None,
-) -> Float[Array, "... heads h"]:
-  """Rotates each pair (i, i + h/2) of `x` by its angle, in float32."""
-  half = x.shape[-1] // 2
+) -> Turns:
+  """By what heads of size 2 * half are turned, the same in every layer."""
   frequency = frequencies(half, theta, scaling)
   angle = positions[..., None, None].astype(jnp.float32) * frequency
   sin, cos = jnp.sin(angle), jnp.cos(angle)
   if scaling is not None and scaling.attention_factor != 1.0:
     sin, cos = sin * scaling.attention_factor, cos * scaling.attention_factor
+  # Else a CPU computes them again for each head of each layer.
+  return jax.lax.optimization_barrier((sin, cos))
+
+
+def rotary(
+  x: Float[Array, "... heads h"], by: Turns
+) -> Float[Array, "... heads h"]:
+  """Rotates each pair (i, i + h/2) of `x`, in float32."""
+  half, (sin, cos) = x.shape[-1] // 2, by
   if sharding.on_tpu():
     return _turned_by_product(x, sin, cos)
   # Halves are reversed, not joined: a CPU joins an element at a time.

@@ -30,7 +30,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from rl_tpu import sharding
 from rl_tpu.models import attention, moe, paged, quantization
-from rl_tpu.models.rotary import Scaling, rotary
+from rl_tpu.models.rotary import Scaling, Turns, rotary, turns
 
 Params = dict[str, Any]
 KeysValues = tuple[jax.Array, jax.Array]
@@ -123,6 +123,11 @@ class Config:
         f"compute_dtype is {self.compute_dtype!r}; "
         "it must be 'float32' or 'bfloat16'"
       )
+
+  @property
+  def routed(self) -> tuple[int, int]:
+    """Layers, and experts of each, that a token passes."""
+    return self.num_layers, self.experts_per_token
 
 
 def _size(d_model, num_layers, num_heads, num_kv_heads, head_dim, d_ff, **kw):
@@ -242,23 +247,22 @@ class Attention(nnx.Module):
   def __call__(
     self,
     x: Float[Array, "... D"],
-    positions: Int[Array, "..."],
+    by: Turns,
     attend: Callable[
       [jax.Array, jax.Array, jax.Array], tuple[jax.Array, KeysValues]
     ],
   ) -> tuple[Float[Array, "... D"], KeysValues]:
     """Mixes tokens; returns the new keys and values beside the output.
 
-    `attend` says what they are: as computed, or as a cache holds them.
+    Heads are turned as positions want it. `attend` says what keys and values
+    are: as computed, or as a cache holds them.
     """
     q = self._project("query", "...d,dnh->...nh", x)
     k = self._project("key", "...d,dnh->...nh", x)
     v = self._project("value", "...d,dnh->...nh", x)
     if self.config.qk_norm:
       q, k = self.query_norm(q), self.key_norm(k)
-    q = rotary(q, positions, self.config.rope_theta, self.config.rope_scaling)
-    k = rotary(k, positions, self.config.rope_theta, self.config.rope_scaling)
-    mixed, keys_values = attend(q, k, v)
+    mixed, keys_values = attend(rotary(q, by), rotary(k, by), v)
     # Names of summed axes ascend with their place in memory: einsum sums over
     # them by name, and in another order each step would transpose the weight.
     return self._project("out", "...gh,ghd->...d", mixed), keys_values
@@ -281,7 +285,7 @@ class FeedForward(nnx.Module):
     self.down = _weight(rngs, (f, d), ("mlp", "embed"), f)
 
   def __call__(
-    self, x: Float[Array, "... D"]
+    self, x: Float[Array, "... D"], replayed: None
   ) -> tuple[Float[Array, "... D"], None]:
     """Acts on each token by itself."""
     gate, up = (
@@ -300,21 +304,24 @@ class Block(nnx.Module):
     self.feed_forward_norm = RMSNorm(config.d_model, config.norm_eps)
     self.feed_forward = _feed_forward(config, rngs)
 
-  def __call__(self, x, positions, attend):
+  def __call__(self, x, by: Turns, attend, replayed=None):
     """Adds attention, then the feed-forward block, to the residual stream.
 
-    Returns keys, values and routing (None without experts) beside it.
+    Experts to replay are given as to `moe.mixture`. Returns keys, values and
+    routing (None without experts) beside it.
     """
     mixed, keys_values = self.attention(
-      _whole(self.attention_norm(x)), positions, attend
+      _whole(self.attention_norm(x)), by, attend
     )
     x = _by_tokens(x + _scattered(mixed))
-    y, routing = self.feed_forward(_whole(self.feed_forward_norm(x)))
+    y, routing = self.feed_forward(_whole(self.feed_forward_norm(x)), replayed)
     return _by_tokens(x + _scattered(y)), (keys_values, routing)
 
 
 def _by_tokens(x: jax.Array) -> jax.Array:
   """Splits the residual stream by tokens among the devices that split heads.
+
+  Along `sequence` it is split everywhere.
 
   Each then normalises and adds its own tokens, where all of them would do so
   for every token; a layer's sums over these devices become as many bytes of
@@ -326,10 +333,10 @@ def _by_tokens(x: jax.Array) -> jax.Array:
 
 
 def _whole(x: jax.Array) -> jax.Array:
-  """All tokens, for products with weights; undoes `_by_tokens`."""
+  """All tokens of a part, for products with weights; undoes `_by_tokens`."""
   if x.ndim < 3 or not sharding.splits(x.shape[1], "tokens"):
     return x
-  return sharding.constrain(x, "rows", None, None)
+  return sharding.constrain(x, "rows", "context", None)
 
 
 @jax.custom_vjp
@@ -487,13 +494,23 @@ class Policy:
     tokens: Int[Array, "R T"],
     positions: Int[Array, "R T"],
     trajectory_ids: Int[Array, "R T"],
+    replayed: Int[Array, "R T L k"] | None = None,
   ) -> tuple[Float[Array, "R T D"], moe.Routing | None]:
     """Final hidden states, and each layer's routing, [L, R, T, ...].
 
+    Args:
+      params: weights, in one stack.
+      tokens: packed rows.
+      positions: of each in its trajectory.
+      trajectory_ids: -1 on padding.
+      replayed: experts that each layer takes for a token instead of those that
+        it would choose; -1 where it chooses.
+
     Raises:
-      ValueError: the rows do not divide over the mesh in force.
+      ValueError: rows or their tokens do not divide over the mesh in force.
     """
     sharding.check_even("a packed batch", tokens.shape[0], "rows")
+    sharding.check_even("a row", tokens.shape[1], "context")
     rows = tokens.shape
     # On one device tokens pass the layers as one list: products of matrices,
     # where over two axes of tokens a CPU would transpose a copy of them for the
@@ -507,11 +524,15 @@ class Policy:
       mixed = attention.packed(apart(q), apart(k), apart(v), trajectory_ids)
       return mixed.reshape(q.shape)
 
+    if replayed is not None:
+      by_layer = jnp.moveaxis(replayed, 2, 0)
+      replayed = by_layer.reshape(len(by_layer), *stream, replayed.shape[3])
     x = self._embed(params, tokens.reshape(stream), "rows")
-    x, _, routing = self._layers(params, x, positions.reshape(stream), attend)
-    routing = jax.tree.map(lambda *stacks: jnp.concatenate(stacks), *routing)
+    x, _, routing = self._layers(
+      params, x, positions.reshape(stream), attend, replayed=replayed
+    )
     routing = jax.tree.map(
-      lambda a: a.reshape(len(a), *rows, *a.shape[x.ndim :]), routing
+      lambda a: a.reshape(len(a), *rows, *a.shape[x.ndim :]), _joined(routing)
     )
     x = _whole(self._final_norm(params, x))
     return x.reshape(*rows, -1), routing
@@ -581,12 +602,13 @@ class Policy:
     tokens: Int[Array, " S"],
     positions: Int[Array, " S"],
     caches: Sequence[tuple[Stacks, Bool[Array, "S C"]]],
-  ) -> tuple[Float[Array, "S V"], Stacks]:
+  ) -> tuple[Float[Array, "S V"], Stacks, moe.Routing | None]:
     """One token a slot against its caches, each of a size of its own.
 
     A cache is keys and values, [l, S, K, h, C] and [l, S, K, C, h], and which
     entries count. It is only read: the token's own key and value ([l, S, K, h])
-    come back to be written once. Cost is linear in S * C.
+    come back to be written once, and the routing, [L, S, ...]. Cost is linear
+    in S * C.
     """
     by_stack = list(zip(*(cache for cache, _ in caches), strict=True))
     seen = [counted for _, counted in caches]
@@ -596,8 +618,9 @@ class Policy:
       return attention.one_token(q, k, v, read)
 
     x = self._embed(params, tokens, "slots")
-    x, new, _ = self._layers(params, x, positions, attend, by_stack)
-    return self.logits(params, self._final_norm(params, x)), new
+    x, new, routing = self._layers(params, x, positions, attend, by_stack)
+    logits = self.logits(params, self._final_norm(params, x))
+    return logits, new, _joined(routing)
 
   def decode_paged(
     self,
@@ -605,7 +628,7 @@ class Policy:
     tokens: Int[Array, " S"],
     positions: Int[Array, " S"],
     cache: Stacks,
-  ) -> tuple[Float[Array, "S V"], Stacks]:
+  ) -> tuple[Float[Array, "S V"], Stacks, moe.Routing | None]:
     """`decode` with a cache for `paged.attend`, which is written in place.
 
     Keys and values are both [l, S, K, C, h]; entries before a slot's position
@@ -613,6 +636,7 @@ class Policy:
     """
     layers = params["layers"]
     stacks = layers if isinstance(layers, list) else [layers]
+    by = self._turns(positions)
 
     def body(carry, layer):
       x, held = carry
@@ -624,15 +648,23 @@ class Policy:
         return paged.attend(q, k, v, keys, values, index, positions)
 
       block = _with_params(Block, self.config, weights)
-      x, (held, _) = block(x, positions, attend)
-      return (x, held), None
+      x, (held, routed) = block(x, by, attend)
+      return (x, held), routed
 
     x, written = self._embed(params, tokens, "slots"), []
+    routing = []
     for stack, held in zip(stacks, cache, strict=True):
       numbers = jnp.arange(held[0].shape[0])
-      (x, held), _ = jax.lax.scan(body, (x, held), (stack, numbers))
+      (x, held), routed = jax.lax.scan(body, (x, held), (stack, numbers))
       written.append(held)
-    return self.logits(params, self._final_norm(params, x)), written
+      routing.append(routed)
+    logits = self.logits(params, self._final_norm(params, x))
+    return logits, written, _joined(routing)
+
+  def _turns(self, positions: Int[Array, "..."]) -> Turns:
+    config = self.config
+    half = config.head_dim // 2
+    return turns(positions, half, config.rope_theta, config.rope_scaling)
 
   def _embed(self, params, tokens, axis):
     x = params["embedding"][tokens].astype(self.config.compute_dtype)
@@ -643,23 +675,26 @@ class Policy:
     norm.scale = nnx.Param(params["final_norm"]["scale"])
     return norm(x)
 
-  def _layers(self, params, x, positions, attend: Callable, cache=None):
+  def _layers(
+    self, params, x, positions, attend: Callable, cache=None, replayed=None
+  ):
     """Scans the stacks of blocks; `attend` gets a layer's cache first.
 
-    Returns what leaves the last block; keys and values, and routing, by stack.
+    Experts to replay are [L, ..., k], where there is one stack. Returns what
+    leaves the last block; keys and values, and routing, by stack.
     """
     layers = params["layers"]
     stacks = layers if isinstance(layers, list) else [layers]
-    x = _by_tokens(x)
+    x, by = _by_tokens(x), self._turns(positions)
 
     def mix(layer_cache, q, k, v):
       k, v = (quantization.snap_cache(x, self.kv_grid) for x in (k, v))
       return attend(layer_cache, q, k, v), (k, v)
 
     def body(x, layer):
-      weights, layer_cache = layer
+      weights, layer_cache, experts = layer
       block = _with_params(Block, self.config, weights)
-      return block(x, positions, functools.partial(mix, layer_cache))
+      return block(x, by, functools.partial(mix, layer_cache), experts)
 
     policy = _SAVED[self.config.remat]
     if policy is not None and cache is None:
@@ -668,7 +703,14 @@ class Policy:
     unroll = min(self.config.unroll, self.config.num_layers // len(stacks))
     keys_values, routing = [], []
     for stack in zip(stacks, cache or [None] * len(stacks), strict=True):
-      x, (new, routed) = jax.lax.scan(body, x, stack, unroll=unroll)
+      x, (new, routed) = jax.lax.scan(
+        body, x, (*stack, replayed), unroll=unroll
+      )
       keys_values.append(new)
       routing.append(routed)
     return x, keys_values, routing
+
+
+def _joined(routing: Sequence[moe.Routing | None]) -> moe.Routing | None:
+  """The routing of all layers, given that of each stack of them."""
+  return jax.tree.map(lambda *stacks: jnp.concatenate(stacks), *routing)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from rl_tpu import ops
+from rl_tpu import ops, sharding
 from rl_tpu.models import transformer
 from rl_tpu.types import Batch
 
@@ -82,6 +82,8 @@ class ValueModel:
     )
     head = params["head"]
     predicted = hidden.astype(jnp.float32) @ head["weight"] + head["bias"]
+    rest = (None,) * (predicted.ndim - 1)
+    predicted = sharding.constrain(predicted, "rows", *rest)
     if self.support is None:
       return ops.shift_to_tokens(predicted), None
     values = ops.histogram_mean(predicted, self.support)

@@ -59,6 +59,16 @@ def math_score(text: str, truth: str, form: Form) -> float:
   return float(math_verify.verify(right, given, timeout_seconds=0))
 
 
+def voted(text: str, form: Form) -> str | None:
+  """Returns the final answer as it is counted in a vote, or None.
+
+  Answers that differ in more than spaces are different votes, also where both
+  are right (0.5 and 1/2).
+  """
+  answer = extract(text, form)
+  return None if answer is None else _plain(answer)
+
+
 def _last_box(text: str) -> str | None:
   for match in reversed(list(_BOX.finditer(text))):
     depth = 1

@@ -108,6 +108,9 @@ class Service:
   """More, for each of its tokens, all passes over it together, >= 0."""
   publish: float = 0.0
   """That publishing weights holds the learner up, >= 0."""
+  travel: float = 0.0
+  """More until generators can take the weights, while both sides go on and
+  admission waits, >= 0; under sync and lockstep all wait."""
   swap: float = 0.0
   """That a generator stands still to take weights over, recomputing apart,
   >= 0."""
@@ -155,8 +158,9 @@ class Config:
   [0, batches)."""
   grain: int = 1
   """Tokens that one simulated token stands for, >= 1. Lengths become multiples
-  of it and requests meet the generator only every so many steps, as with
-  config.engine.steps_per_dispatch; memory and time shrink by it."""
+  of it and requests meet the generator only every so many steps, or every
+  config.engine.steps_per_dispatch if these are more; memory and time shrink by
+  it."""
   sweep_generators: tuple[int, ...] = ()
   """Further numbers of generators to try, each >= 1."""
   sweep_staleness: tuple[int | None, ...] = ()

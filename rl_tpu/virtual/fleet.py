@@ -8,8 +8,10 @@ the next one take, with n sequences and C cached tokens at first,
 
     sum_{j<k} (step + n per_sequence + (C + n j) per_cached_token)
 
-and a simulation costs work per request, not per token. Requests and weights
-that arrive in the middle of a step wait for its end.
+and a simulation costs work per request, not per token. Steps come in
+dispatches of d: requests and weights that arrive in the middle of one wait for
+its end, and so does a sequence that has its last token; its slot and its caches
+are not free before.
 """
 
 import asyncio
@@ -64,6 +66,7 @@ class VirtualGenerator:
     prefill_batch: int,
     interruption: Literal["recompute", "keep", "drain"],
     grain: int,
+    steps: int = 1,
     length: Length,
   ):
     """A generator at version 0 with nothing to do.
@@ -74,6 +77,7 @@ class VirtualGenerator:
       prefill_batch: prompts of one prefill call.
       interruption: what new weights mean for running sequences.
       grain: tokens that one simulated token stands for.
+      steps: simulated ones of one dispatch.
       length: decides each request's answer.
     """
     self._service = service
@@ -81,6 +85,7 @@ class VirtualGenerator:
     self._prefill_batch = prefill_batch
     self._interruption = interruption
     self._grain = grain
+    self._dispatch = steps
     self._length = length
     self._waiting: collections.deque[_Sequence] = collections.deque()
     self._running: list[tuple[int, int, _Sequence]] = []  # a heap, by end
@@ -160,8 +165,8 @@ class VirtualGenerator:
     for sequence in admitted:
       sequence.begin = self._steps
       self._admitted += 1
-      entry = (sequence.end, self._admitted, sequence)
-      heapq.heappush(self._running, entry)
+      end = self._steps + self._whole(sequence.length)
+      heapq.heappush(self._running, (end, self._admitted, sequence))
     self._cached += tokens
     seconds = self._prefill_seconds(len(admitted), tokens)
     await self._spend("prefill", seconds)
@@ -182,7 +187,7 @@ class VirtualGenerator:
     running, began = len(self._running), loop.time()
     steps = self._running[0][0] - self._steps
     await self._changed(self._decode_seconds(steps))
-    steps = min(steps, self._steps_by(loop.time() - began))
+    steps = min(steps, self._whole(self._steps_by(loop.time() - began)))
     rest = began + self._decode_seconds(steps) - loop.time()
     if rest > 0:
       await asyncio.sleep(rest)
@@ -215,8 +220,13 @@ class VirtualGenerator:
       steps = 2 * seconds / (half + root)
     return math.ceil(steps - _FUZZ)
 
+  def _whole(self, steps: int) -> int:
+    """Those of as many dispatches as have so many steps."""
+    return -(-steps // self._dispatch) * self._dispatch
+
   def _finish(self, sequence: _Sequence) -> None:
-    self._cached -= len(sequence.request.tokens) + sequence.length
+    self._cached -= len(sequence.request.tokens)
+    self._cached -= self._whole(sequence.length)
     if sequence.done.done():
       return
     n = sequence.length

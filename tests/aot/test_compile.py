@@ -111,14 +111,50 @@ def test_what_does_not_fit_exits_non_zero_and_says_what_to_change(tmp_path):
   assert "lower config.engine.slots (8)" in done.stdout
 
 
+def compiled_update(cache, *flags):
+  """The compiler's answer for the update of a changed small run."""
+  config = command_line._read_config(["rl_tpu", f"--config={POD}", *flags])
+  mesh = programs.mesh_for(
+    "config.devices.trainer", config.devices.trainer, config.compile.trainer()
+  )
+  learner, batch = programs.trainer(config, mesh)
+  update = learner.traced(batch)["update"]
+  return programs.compile_cached(update, mesh, cache, lambda line: None)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+def test_four_chips_that_share_a_row_hold_a_part_of_its_activations_each(
+  cache,
+):
+  """Against a row each; splash with its queries split. About 60 CPU seconds."""
+
+  def temporary(shape, rows):
+    devices = {"fsdp": 1, "sequence": 1, "tensor": 1} | shape
+    done = compiled_update(
+      cache,
+      "--config.model.num_layers=8",
+      "--config.model.remat=full",
+      "--config.learner.row_length=16384",
+      f"--config.learner.microbatch_rows={rows}",
+      *(f"--config.devices.trainer.{a}={n}" for a, n in devices.items()),
+    )
+    assert not done.refused and "custom-call" in done.text
+    return done.memory["temporary"]
+
+  assert temporary({"sequence": 4}, 1) < 0.5 * temporary({"fsdp": 4}, 4)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
 def test_memory_of_the_update_does_not_grow_with_vocabulary_times_length(
   cache,
 ):
   def held(length):
-    return update(
-      *(cache, "--config.model.vocab_size=32768", "--config.model.remat=full"),
+    flags = ("vocab_size=32768", "remat=full")
+    return compiled_update(
+      cache,
+      *(f"--config.model.{flag}" for flag in flags),
       f"--config.learner.row_length={length}",
     ).hbm
 
@@ -131,7 +167,7 @@ def test_memory_of_the_update_does_not_grow_with_vocabulary_times_length(
 @pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
 def test_moments_on_hosts_leave_their_bytes_of_a_chip_to_activations(cache):
   def held(moments):
-    return update(
+    return compiled_update(
       *(cache, "--config.learner.row_length=2048"),
       f"--config.learner.moments={moments}",
     )
@@ -141,17 +177,6 @@ def test_moments_on_hosts_leave_their_bytes_of_a_chip_to_activations(cache):
   weights = 2 * 1024 * 256 // 4  # at the least
   assert moments > 8 * weights
   assert on_chip.hbm - on_host.hbm > moments / 2
-
-
-def update(cache, *flags):
-  """The compiler's answer for the update of a changed small run."""
-  config = command_line._read_config(["rl_tpu", f"--config={POD}", *flags])
-  mesh = programs.mesh_for(
-    "config.devices.trainer", config.devices.trainer, config.compile.trainer()
-  )
-  learner, batch = programs.trainer(config, mesh)
-  traced = learner.traced(batch)["update"]
-  return programs.compile_cached(traced, mesh, cache, lambda line: None)
 
 
 @pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")

@@ -128,6 +128,30 @@ def test_X12_every_turn_is_asked_with_exactly_the_stored_prefix(task, turns):
   assert t.metrics == {"tool_calls": turns - 1.0, "tool_errors": 0.0}
 
 
+def test_H20_the_error_is_an_observation_and_the_sampled_ids_stay(task):
+  player = Player("C37**", "A1776")
+  prompt = task.prompt(ROW, 5)
+  t = asyncio.run(
+    run_episode(
+      player,
+      task.environment(prompt),
+      prompt,
+      member=0,
+      sampling=Sampling(max_tokens=30),
+      seed=0,
+      max_turns=3,
+      max_trajectory_tokens=100,
+    )
+  )
+  said = [TOKENIZER.decode(t.tokens[t.action_mask]), TOKENIZER.decode(t.tokens)]
+  assert said == ["C37**A1776", "Q37*48?C37**=!;A1776"]
+  start = len(prompt.tokens) + len(ids("C37**"))
+  error = slice(start, start + len("=!;"))
+  assert TOKENIZER.decode(t.tokens[error]) == "=!;"
+  assert not t.action_mask[error].any() and not t.rewards[error].any()
+  assert t.outcome == 1.0
+
+
 @pytest.mark.parametrize("field", ["terms", "digits", "call_operators", "size"])
 def test_values_out_of_range_are_refused(field):
   with pytest.raises(ValueError, match=f"calculator.Config.{field} is 0"):

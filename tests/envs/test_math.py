@@ -101,6 +101,26 @@ def test_H18_an_answer_that_the_verifier_does_not_settle(tmp_path, unsettled):
   assert (step.reward, counted) == (0.0, {"verifier_failed": 1.0})
 
 
+@pytest.mark.slow
+def test_H18_three_that_hang_then_a_good_one_earn_0_0_0_1(tmp_path):
+  """With one process, which is another one after each."""
+  path = write(tmp_path / "q.jsonl", LINES)
+  config = Config(path=path, verify_processes=1, verify_seconds=5.0)
+  task = Task(config, TOKENIZER)
+  row = {"question": "q", "answer": "7"}
+  earned, failed = [], 0.0
+  for answer in (
+    *("9^{9^{9^{9}}}", "(10^{9})!", r"\frac{10^{10^{10}}}{3}"),
+    r"\frac{14}{2}",
+  ):
+    _, step, counted = attempt(task, row, rf"\boxed{{{answer}}}")
+    earned.append(step.reward)
+    failed += counted["verifier_failed"]
+  task._verify.close()
+  assert earned == [0.0, 0.0, 0.0, 1.0]
+  assert failed >= 1  # They are counted; the verifier gives up on some itself.
+
+
 def test_a_demonstration_has_the_form_asked_for(task):
   row = {"question": "1/2?", "answer": "1/2"}
   prompt, answer = demonstrated(task, row)
@@ -112,7 +132,7 @@ def test_a_demonstration_has_the_form_asked_for(task):
 @pytest.mark.parametrize(
   ("content", "message"),
   [
-    ('{"question": "q"}\n', "row 0 has no field 'answer'"),
+    ('{"question": "q"}\n', "a row has no field 'answer'"),
     ("{\n", "line 1"),
   ],
 )

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 
 import numpy as np
 import pytest
@@ -15,12 +16,14 @@ from rl_tpu.envs import (
   encode_question,
 )
 from rl_tpu.models.tokenizer import ByteTokenizer
+from rl_tpu.rewards import judge
 from rl_tpu.types import EpisodeError, Prompt
 
 CONFIGS = {
   "calculator": {"size": 400},
   "countdown": {"size": 400, "numbers": 3},
   "guess_number": {"least": 20, "largest": 30},
+  "judged": {},
   "math": {},
   "python_tool": {},
   "reasoning_gym": {"size": 200},
@@ -30,11 +33,13 @@ CONFIGS = {
 
 def make(name, tmp_path, **changes):
   settings = CONFIGS[name] | changes
-  if name == "math":
+  if name in ("math", "judged"):
     path = tmp_path / "questions.jsonl"
     lines = [{"question": f"{i}+1?", "answer": str(i + 1)} for i in range(100)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     settings["path"] = str(path)
+  if name == "judged":
+    settings["judge"] = judge.Config(url="http://x", model="m", criteria="c")
   if name == "python_tool":
     inner = envs.get("reasoning_gym").Config(size=200)
     settings["questions"] = inner
@@ -48,7 +53,8 @@ def make(name, tmp_path, **changes):
 
 
 def test_every_task_is_looked_at_here():
-  assert set(CONFIGS) == set(envs.names())
+  # Others say what these do: an agent (tests/agents), a server.
+  assert set(CONFIGS) | {"agent", "openenv"} == set(envs.names())
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -94,6 +100,20 @@ def test_a_lone_surrogate_is_no_observation_and_says_so():
   with pytest.raises(EpisodeError) as caught:
     asyncio.run(Parrot("caf\udce9").step(ids("x"), "stop"))
   assert caught.value.kind == "observation_not_text"
+
+
+def test_an_environment_of_plain_functions_has_a_thread_for_each():
+  threads = []
+
+  class Plain(TextEnvironment):
+    def answer(self, text):
+      threads.append(threading.current_thread())
+      return Reply(text=f"{text}!")
+
+  plain = Plain(TOKENIZER, Prompt(index=0, tokens=np.ones(1, np.int32)))
+  step = asyncio.run(plain.step(ids("x"), "stop"))
+  assert TOKENIZER.decode(step.observation) == "x!"
+  assert threads[0] is not threading.main_thread()
 
 
 def test_an_action_that_is_no_utf8_reaches_the_environment_as_text():

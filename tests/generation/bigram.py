@@ -61,7 +61,7 @@ class Bigram:
 
   def decode(self, params, tokens, positions, caches):
     empty = jnp.zeros((1, len(tokens), 1, 2))
-    return params["table"][tokens], [(empty, empty)]
+    return params["table"][tokens], [(empty, empty)], None
 
 
 def one_device_mesh():

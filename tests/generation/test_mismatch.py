@@ -161,7 +161,7 @@ def test_every_path_attends_to_the_same_rounded_entries(grid):
   for position in (0, 4, 8):
     seen = jnp.arange(9)[None] < position
     at = jnp.array([position])
-    got, _ = policy.decode(params, tokens[:, position], at, [(cache, seen)])
+    got, *_ = policy.decode(params, tokens[:, position], at, [(cache, seen)])
     np.testing.assert_allclose(got[0], expected[position], atol=1e-5)
   clean = POLICY.logits(params, POLICY.hidden(params, tokens, positions, ids))
   assert np.abs(clean[0] - expected).max() > 1e-3

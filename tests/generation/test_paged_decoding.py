@@ -59,7 +59,9 @@ def play():
   state, one = run(state)
   again = packed(admission(2, 110, 9, source=0, shared=100), bucket=16)
   state, two = run(decoding.extend(POLICY, params, state, again))
-  results = [decoding.Result.of(data, STEPS, 0, 0) for data in (one, two)]
+  results = [
+    decoding.Result.of(data, STEPS, 0, (0, 0), 0) for data in (one, two)
+  ]
   assert [result.counts.tolist() for result in results] == [
     [3, 2, 0],
     [3, 0, 3],

@@ -41,6 +41,7 @@ def says(version=0, **changes):
       max_requests=64,
       max_prompt_length=15,
       head_size=0,
+      records_experts=False,
     ),
     **changes,
   )

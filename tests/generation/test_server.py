@@ -1,7 +1,6 @@
 import asyncio
 import contextlib
 import dataclasses
-import gc
 import pathlib
 import shutil
 import subprocess
@@ -524,8 +523,6 @@ def half_written(directory):
   max(files, key=lambda path: path.stat().st_size).unlink()
 
 
-# Orbax drops the readers of the other arrays when one fails.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_weights_are_updated_from_storage_and_what_is_wrong_changes_nothing(
   tmp_path,
 ):
@@ -570,9 +567,6 @@ def test_weights_are_updated_from_storage_and_what_is_wrong_changes_nothing(
       await check(new, 4)
 
   asyncio.run(main())
-  # Orbax leaves coroutines of the half-read directory behind, which complain
-  # when they are collected: here, not in a later test.
-  gc.collect()
 
 
 def test_the_weights_of_a_runs_checkpoint_are_found_among_its_parts(tmp_path):

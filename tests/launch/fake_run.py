@@ -15,7 +15,7 @@ import tempfile
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 PRELUDE = """
-import os, pathlib, signal, subprocess, sys, time
+import atexit, os, pathlib, signal, subprocess, sys, time
 def first():
   path = pathlib.Path({mark!r})
   before = path.exists()

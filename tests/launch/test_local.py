@@ -17,10 +17,11 @@ WORKS = "print('trained'); print('{\"done\": 1}')"
 CONFIG = """
 import pathlib
 import tiny_run
-from rl_tpu import config, parts, sharding
+from rl_tpu import algorithms, config, parts, sharding, transport
 
 def get_config():
   mesh = sharding.MeshShape(data=2)
+  loss = algorithms.get({algorithm!r}).Config(**{settings})
   return config.to_config_dict(
     tiny_run.get_config(
       pathlib.Path({below!r}),
@@ -28,6 +29,8 @@ def get_config():
       batches=1,
       schedule="async",
       devices=parts.Devices(trainer=mesh),
+      algorithm=config.Choice(name={algorithm!r}, config=loss),
+      transport=transport.Config(kind={transport!r}),
     )
   )
 """
@@ -177,10 +180,76 @@ def test_what_does_not_end_is_killed():
   assert not any(map(alive, pids_in(lines)))
 
 
-def test_two_real_trainers_and_a_generator_finish_a_run(tmp_path):
+def test_a_second_signal_kills():
+  deaf = (
+    "signal.signal(15, signal.SIG_IGN)\n"
+    "print('pid', os.getpid(), flush=True)\nforever()"
+  )
+  process = start([deaf], [deaf], grace=10_000)
+  lines = read_until(process, "pid")
+  process.send_signal(signal.SIGTERM)
+  with process:
+    for line in process.stdout:
+      lines.append(line)
+      if "once more kills" in line:
+        process.send_signal(signal.SIGINT)
+  assert process.returncode == 130
+  assert not any(map(alive, pids_in(lines)))
+
+
+FOLLOWS = "print('pid', os.getpid(), flush=True); forever()"
+DEAF = "signal.signal(15, signal.SIG_IGN)\n" + FOLLOWS
+
+
+@pytest.mark.parametrize(
+  ("trainers", "generators", "named"),
+  [
+    ([DEAF, "sys.exit(3)"], [DEAF], "trainer 1 ended with exit code 3"),
+    (["time.sleep(0.5); sys.exit(3)"], [], "trainer 0 ended with exit code 3"),
+    ([FOLLOWS], ["sys.exit(3)"], "generator 0 ended with exit code 3"),
+    (
+      ["atexit.register(lambda: os._exit(3))\nprint('{}')"],
+      [SERVES],
+      "trainer 0 ended with exit code 3",
+    ),
+  ],
+)
+def test_H27_a_part_that_fails_ends_the_run_which_names_it_last(
+  trainers, generators, named
+):
+  process = start(trainers, generators)
+  # The others' own ends may take 12 seconds each; never for ever.
+  lines = process.communicate(timeout=30)[0].splitlines()
+  assert process.returncode == 3
+  assert lines[-1] == f"[launcher] the run ended because {named}"
+  assert not any(map(alive, pids_in(lines)))
+
+
+@pytest.mark.parametrize(
+  ("transport", "algorithm", "settings"),
+  [
+    ("transfer", "decoupled_ppo", {}),
+    pytest.param(
+      *("orbax", "grpo", {"kl_coefficient": 0.1}), marks=pytest.mark.slow
+    ),
+    pytest.param(*("orbax", "sao", {}), marks=pytest.mark.slow),
+  ],
+  ids=["as usual", "with a reference", "with a critic"],
+)
+def test_two_real_trainers_and_a_generator_finish_a_run(
+  tmp_path, transport, algorithm, settings
+):
   file = tmp_path / "tiny.py"
   cache = trainer_process.shared_cache()
-  file.write_text(CONFIG.format(below=str(tmp_path / "runs"), cache=cache))
+  file.write_text(
+    CONFIG.format(
+      below=str(tmp_path / "runs"),
+      cache=cache,
+      transport=transport,
+      algorithm=algorithm,
+      settings=settings,
+    )
+  )
   command = [sys.executable, ROOT / "launch" / "local.py", f"--config={file}"]
   command += ["--trainers=2", "--generators=1", "--resume=never"]
   environment = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT / "tests")}

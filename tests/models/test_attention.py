@@ -20,11 +20,14 @@ def tensors(heads=4, kv_heads=2, size=128):
   ]
 
 
-@pytest.mark.parametrize("mesh_shape", [None, {"fsdp": 2, "tensor": 2}])
+@pytest.mark.parametrize(
+  "mesh_shape",
+  [None, {"fsdp": 2, "tensor": 2}, {"sequence": 2, "tensor": 2}],
+)
 def test_H22_the_tpu_kernel_is_the_plain_attention_forward_and_backward(
   mesh_shape,
 ):
-  """Interpreted here; on a mesh each device has its own rows and heads."""
+  """Interpreted here; on a mesh each device has its own part of them."""
   q, k, v = tensors()
   counted = (IDS >= 0)[..., None, None]
   weight = jax.random.normal(jax.random.key(5), q.shape) * counted

@@ -250,7 +250,7 @@ def test_cached_decode_equals_the_full_forward():
   seen = jnp.arange(9) < lengths[:, None]
   own = tokens[jnp.arange(3), lengths]
   cache = [attention.as_cache(keys, values)]
-  got, _ = policy.decode(params, own, lengths, [(cache, seen)])
+  got, *_ = policy.decode(params, own, lengths, [(cache, seen)])
   np.testing.assert_allclose(got, expected[jnp.arange(3), lengths], atol=1e-4)
   # Tokens 4 to 8 continue a cache that holds the first four.
   first = [(keys[:, :, :4], values[:, :, :4])]

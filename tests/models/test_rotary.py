@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 
 from rl_tpu import sharding
-from rl_tpu.models.rotary import Scaling, frequencies, rotary
+from rl_tpu.models.rotary import Scaling, frequencies, turns
+from rl_tpu.models.rotary import rotary as rotate
+
+
+def rotary(x, positions, theta, scaling=None):
+  return rotate(x, turns(positions, x.shape[-1] // 2, theta, scaling))
+
 
 LLAMA3 = Scaling(
   kind="llama3", factor=32.0, original_length=8192, low=1.0, high=4.0

@@ -96,7 +96,7 @@ def test_cached_decode_equals_the_full_forward(kv_heads, stacks):
     attention.as_cache(keys + garbage, values + garbage)
     for keys, values in prefilled
   ]
-  got, new = policy.decode(params, own, lengths, [(cache, seen)])
+  got, new, _ = policy.decode(params, own, lengths, [(cache, seen)])
   np.testing.assert_allclose(got, expected[jnp.arange(3), lengths], atol=1e-4)
   assert len(prefilled) == len(new) == stacks
   for (keys, _), (own_keys, _) in zip(prefilled, new, strict=True):
@@ -225,7 +225,9 @@ def test_rotary_scores_depend_on_distance_only():
   q, k = jax.random.normal(jax.random.key(0), (2, 1, 1, 8))
 
   def score(i, j):
-    turn = lambda x, p: transformer.rotary(x, jnp.array([p]), 1e4)  # noqa: E731
+    turn = lambda x, p: transformer.rotary(  # noqa: E731
+      x, transformer.turns(jnp.array([p]), x.shape[-1] // 2, 1e4)
+    )
     return jnp.vdot(turn(q, i), turn(k, j))
 
   np.testing.assert_allclose(score(7, 4), score(3, 0), atol=1e-5)

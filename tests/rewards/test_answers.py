@@ -1,6 +1,7 @@
 r"""Final answers: where they are found, and when they are right."""
 
 import asyncio
+import concurrent.futures
 
 import pytest
 
@@ -46,7 +47,12 @@ def test_H19_tags_may_hold_a_box():
 
 def test_H18_a_fraction_is_right_whatever_thread_asks(score):
   # Workers call the verifier from the main thread of their own process.
-  assert asyncio.run(score(r"\boxed{\frac{1}{3}}", "1/3", "boxed")) == 1.0
+  def ask():
+    return asyncio.run(score(r"\boxed{\frac{1}{3}}", "1/3", "boxed"))
+
+  assert ask() == 1.0
+  with concurrent.futures.ThreadPoolExecutor(1) as threads:
+    assert threads.submit(ask).result() == 1.0
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 import pytest
 
-from rl_tpu import metrics, report
+from rl_tpu import metrics
+from rl_tpu.report import figure
 
 
 def test_a_run_becomes_a_picture(tmp_path):
@@ -15,11 +16,11 @@ def test_a_run_becomes_a_picture(tmp_path):
     ]
     log.record("events", batch, {"intervals": bars})
   log.close()
-  picture = report.plot(tmp_path)
+  picture = figure.plot(tmp_path)
   assert picture.read_bytes()[:4] == b"\x89PNG"
   assert picture.stat().st_size > 10_000
 
 
 def test_nothing_trained_is_nothing_drawn(tmp_path):
   with pytest.raises(FileNotFoundError, match="no trained batch"):
-    report.plot(tmp_path)
+    figure.plot(tmp_path)

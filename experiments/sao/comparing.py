@@ -1,0 +1,55 @@
+"""How this folder's studies read and draw arms that trained side by side."""
+
+from collections.abc import Sequence
+
+from rl_tpu.figures import Cell, Row, Verdict, drawing
+
+
+def cells(column: str, arms: Sequence[str], scale: str) -> list[Cell]:
+  """Arms by three seeds, or by one at scale smoke."""
+  seeds = (0,) if scale == "smoke" else (0, 1, 2)
+  return [{column: arm, "seed": seed} for arm in arms for seed in seeds]
+
+
+def final(
+  rows: Sequence[Row], column: str, arms: Sequence[str]
+) -> dict[str, list[float]]:
+  """Held-out accuracy at the end, by arm, in order of seeds."""
+  last = drawing.where(rows, batch=max(row["batch"] for row in rows))
+  return {
+    arm: drawing.values(last, "heldout_accuracy", **{column: arm})
+    for arm in arms
+  }
+
+
+def said(found: dict[str, list[float]]) -> str:
+  """Each arm with mean and interval."""
+  return "; ".join(f"{arm} {drawing.said(v)}" for arm, v in found.items())
+
+
+def verdict(differences: Sequence[tuple[float, float]], seen: str) -> Verdict:
+  """Passed if all exceed their intervals, weaker if all are above 0."""
+  if all(mean > half for mean, half in differences):
+    return Verdict(outcome="passed", seen=seen)
+  right = all(mean > 0 for mean, _ in differences)
+  return Verdict(outcome="weaker" if right else "not_seen", seen=seen)
+
+
+def above(
+  found: dict[str, list[float]], first: str, others: Sequence[str]
+) -> Verdict:
+  """The verdict on one arm being above others, paired by seed."""
+  differences = [drawing.difference(found[first], found[o]) for o in others]
+  return verdict(differences, said(found))
+
+
+def draw(rows: Sequence[Row], figure, column: str, arms: Sequence[str]) -> None:
+  """Reward of training and held-out accuracy over batches."""
+  panels = figure.subplots(1, 2)
+  for arm in arms:
+    own = drawing.where(rows, **{column: arm})
+    drawing.curve(panels[0], own, "batch", "reward", label=arm)
+    drawing.curve(panels[1], own, "batch", "heldout_accuracy", marker="o")
+  panels[0].set(xlabel="batch", ylabel="reward of training", ylim=(0, 1))
+  panels[1].set(xlabel="batch", ylabel="held-out accuracy", ylim=(0, 1))
+  panels[0].legend(fontsize=7)

@@ -1,0 +1,68 @@
+"""The tool task of this folder's studies, with the same lag each time.
+
+A model of 0.13M parameters multiplies by calling a calculator
+(`experiments/agents/tool_arithmetic.py`); lockstep makes every token a given
+number of versions stale, so that a run is the same to the last bit. Methods
+differ in the loss alone and see as many trajectories.
+"""
+
+from typing import Any
+
+import ml_collections
+
+from experiments.agents import tool_arithmetic
+from rl_tpu import algorithms
+from rl_tpu.config import Choice, to_config_dict
+
+GRPO_SHAPE = {"groups_per_batch": 16, "group_size": 8}
+"""The paper's: 16 prompts of 8 members in place of 128 of one."""
+
+
+def tool_task(seed: int, lag: int, scale: str) -> ml_collections.ConfigDict:
+  """SAO on the tool task; 60 batches, or 4 at scale smoke."""
+  config = tool_arithmetic.get_config(f"lockstep({lag})")
+  config.seed = seed
+  config.evaluation.every = 10
+  if scale == "smoke":
+    config.batches, config.evaluation.every = 4, 0
+    config.evaluation.problems = 32
+    config.critic.pretraining_batches = 2
+    config.warm_start.batches = 60
+    config.warm_start.wrong_batches = 6
+  return config
+
+
+def set_loss(
+  config: ml_collections.ConfigDict, name: str, **fields: Any
+) -> None:
+  """Gives a config another loss."""
+  loss = algorithms.get(name).Config(**fields)
+  config.algorithm = to_config_dict(Choice(name=name, config=loss))
+
+
+def set_method(config: ml_collections.ConfigDict, method: str) -> None:
+  """Gives SAO's config one of the paper's arms.
+
+  | method | baseline | ratio outside the band |
+  |---|---|---|
+  | SAO | critic | masked |
+  | GRPO+DIS | group, mean and deviation | masked |
+  | GRPO | the same | PPO's clip, higher above: 0.2, 0.28 |
+  | DIS only | the batch's mean and deviation | masked |
+  | running mean | the prompt's last 8 outcomes | masked |
+  """
+  mask = {"correction": "mask", "low": 0.7, "high": 6.0, "centering": False}
+  if method == "SAO":
+    set_loss(config, "sao", band="math")
+  elif method == "GRPO":
+    config.update(GRPO_SHAPE)
+    set_loss(config, "grpo", clip_high=0.28)
+  elif method == "GRPO+DIS":
+    config.update(GRPO_SHAPE)
+    set_loss(config, "score_centering", baseline="group", **mask)
+  elif method == "DIS only":
+    set_loss(config, "score_centering", baseline="batch", **mask)
+  elif method == "running mean":
+    set_loss(config, "running_mean", scope="prompt")
+  else:
+    raise ValueError(f"method is {method!r}; see experiments/sao/tasks.py")

@@ -1,0 +1,52 @@
+"""One training run of a study, and the rows that it measured.
+
+Studies train the quickstart's model (0.13M parameters, spelling backward) under
+a lockstep schedule, so that the same seed gives the same numbers: every change
+to the config is an argument of the study's cells.
+"""
+
+import os
+import pathlib
+import tempfile
+from collections.abc import Sequence
+
+import ml_collections
+import rich.console
+
+from rl_tpu import metrics, parts, train
+from rl_tpu.config import build
+from rl_tpu.figures import Row
+from rl_tpu.view import View
+
+COLLAPSE_BATCHES, COLLAPSE_SHARE = 10, 0.5
+"""A run has collapsed when its reward was below half its peak for ten batches
+in a row: the rule by which Score Centering's authors stop runs."""
+
+
+def rows_of(
+  config: ml_collections.ConfigDict, columns: Sequence[str], every: int
+) -> list[Row]:
+  """Trains, and returns means of metrics over each `every` batches.
+
+  Args:
+    config: of the run; directory and cache are set here.
+    columns: metrics.csv's that are wanted; a batch without one counts not.
+    every: batches that share a row; the row's `batch` is the last of them.
+  """
+  with tempfile.TemporaryDirectory(prefix="study-") as directory:
+    config.directory = directory
+    config.checkpoint_every = config.batches
+    built = build(parts.Config, config)
+    with open(os.devnull, "w") as nowhere:
+      train.run(built, View(built.batches, rich.console.Console(file=nowhere)))
+    log = metrics.read_csv(pathlib.Path(directory) / "metrics.csv")
+  found = []
+  for last in range(every, built.batches + 1, every):
+    span = [row for row in log if last - every < row["batch"] <= last]
+    row: Row = {"batch": last}
+    for name in columns:
+      values = [r[name] for r in span if name in r]
+      if values:
+        row[name] = sum(values) / len(values)
+    found.append(row)
+  return found

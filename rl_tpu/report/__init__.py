@@ -1,0 +1,1 @@
+"""A run's directory as something to look at: a picture, a page, a trace."""

@@ -225,7 +225,7 @@ def _prefill(
     decode,
     what=f"{prompts} prompts of {each} tokens in rows of {length}",
     cheap_branches=False,
-    most_turns=prompts,
+    most_turns=rows,
     tokens=rows * length,
     flops=flops.traced(traced.jaxpr.jaxpr) / chips,
     least_bytes=0.0,

@@ -9,6 +9,7 @@ import os
 import pathlib
 import tempfile
 from collections.abc import Sequence
+from typing import Any
 
 import ml_collections
 import rich.console
@@ -23,6 +24,22 @@ COLLAPSE_BATCHES, COLLAPSE_SHARE = 10, 0.5
 in a row: the rule by which Score Centering's authors stop runs."""
 
 
+def train_in(
+  config: ml_collections.ConfigDict, directory: str
+) -> dict[str, Any]:
+  """Trains without a terminal view, leaving the run in `directory`.
+
+  Returns:
+    The headline figures, as of `train.run`.
+  """
+  config.directory = directory
+  config.checkpoint_every = config.batches
+  built = build(parts.Config, config)
+  with open(os.devnull, "w") as nowhere:
+    view = View(built.batches, rich.console.Console(file=nowhere))
+    return train.run(built, view)
+
+
 def rows_of(
   config: ml_collections.ConfigDict, columns: Sequence[str], every: int
 ) -> list[Row]:
@@ -34,14 +51,10 @@ def rows_of(
     every: batches that share a row; the row's `batch` is the last of them.
   """
   with tempfile.TemporaryDirectory(prefix="study-") as directory:
-    config.directory = directory
-    config.checkpoint_every = config.batches
-    built = build(parts.Config, config)
-    with open(os.devnull, "w") as nowhere:
-      train.run(built, View(built.batches, rich.console.Console(file=nowhere)))
+    train_in(config, directory)
     log = metrics.read_csv(pathlib.Path(directory) / "metrics.csv")
   found = []
-  for last in range(every, built.batches + 1, every):
+  for last in range(every, config.batches + 1, every):
     span = [row for row in log if last - every < row["batch"] <= last]
     row: Row = {"batch": last}
     for name in columns:

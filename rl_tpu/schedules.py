@@ -136,7 +136,7 @@ class Serial:
   def call(self, work: Coroutine[Any, Any, _T]) -> _T:
     """Runs a coroutine to its end while the generator takes its turns."""
     task = self._loop.create_task(work)
-    self._loop.run_until_complete(self._pump(task, lambda: False))
+    self._complete(self._pump(task, lambda: False))
     return task.result()
 
   def submit(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
@@ -154,7 +154,7 @@ class Serial:
   ) -> list[Group] | None:
     """Generates all that admission allows, then takes the oldest batch."""
     drained = self._loop.create_task(self._actor.drain())
-    self._loop.run_until_complete(self._pump(drained, stopping))
+    self._complete(self._pump(drained, stopping))
     if not drained.done():
       return None
     drained.result()
@@ -171,9 +171,21 @@ class Serial:
 
   def stop(self) -> None:
     """Cancels all that runs and closes the loop."""
-    self._loop.run_until_complete(_cancel_others())
+    self._complete(_cancel_others())
     self._driver.stop()
     self._loop.close()
+
+  def _complete(self, work: Coroutine[Any, Any, None]) -> None:
+    """Runs the loop until it is done, also where another runs, as in Jupyter.
+
+    That one stands still meanwhile, as for any call that takes its time.
+    """
+    other = asyncio._get_running_loop()
+    asyncio._set_running_loop(None)
+    try:
+      self._loop.run_until_complete(work)
+    finally:
+      asyncio._set_running_loop(other)
 
   async def _pump(
     self, task: asyncio.Task[Any], stopping: Callable[[], bool]

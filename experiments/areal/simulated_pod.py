@@ -1,4 +1,4 @@
-"""Does simulated time show what AReaL measured: Fig. 5c and Table 1?
+"""AReaL's pods in simulated time, and every assumption about them.
 
   python -m rl_tpu simulate --config=experiments/areal/simulated_pod.py:ARG
 
@@ -6,7 +6,8 @@ ARG is `staleness` (Fig. 5c: throughput by staleness limit, 1.5B, answers up to
 8k tokens), or `async-MODEL` and `sync-MODEL` (a row of Table 1: answers up to
 27k; MODEL is 1.5b, 7b, 14b or 32b). It is an eighth of the paper's nodes of 8
 GPUs, with an eighth of its batch of 512 prompts, so that a batch takes as long
-and tokens/s are an eighth. `simulated_study.py` remakes all and compares.
+and tokens/s are an eighth. The study `simulated` has all pods, beside what the
+paper measured.
 
 Assumed (arXiv:2505.24298 states none of these): a GPU of 80 GB, 3.35 TB/s and
 990 TFLOP/s; 16-bit weights and caches; sizes as in MODELS; 75% of the GPUs
@@ -24,32 +25,11 @@ generate (stated), as many of them to a generator as MODELS says.
 - Weights go through a disk at 1 GB/s, after 5 s, while the learner waits;
   generators load them in half of that; resharding one set of GPUs takes as
   long as the disk, each way.
-- Lengths: log-normal, mean 9k (Table 1) or 5k, sigma 1, for all models.
+- Lengths: log-normal, sigma 1, for all models; their mean is MEANS'.
 
-Found (results/simulated_pod.csv), and the paper's. Throughput by staleness
-limit over that of limit 0:
-
-| limit | 0 | 1 | 2 | 4 | 8 | 16 | none |
-|---|---|---|---|---|---|---|---|
-| simulated | 1 | 1.88 | 2.29 | 2.29 | 2.29 | 2.29 | 2.29 |
-| Fig. 5c | 1 | 2.09 | 2.77 | 2.77 | 2.89 | 2.97 | 3.08 |
-
-Async over sync on as many GPUs, and seconds a batch:
-
-| | 1.5B | 7B | 14B | 32B |
-|---|---|---|---|---|
-| simulated gain | 2.37 | 1.59 | 1.47 | 1.34 |
-| Table 1 | 2.77 | 2.27 | 2.23 | 1.64 |
-| simulated async, sync | 124, 296 | 341, 543 | 504, 741 | 763, 1020 |
-| the paper's (hours / steps) | 213, 590 | 366, 831 | 986, 2196 | 1866, 3066 |
-
-The shape is the paper's: a big step from 0 to 1, a plateau from 2, and a gain
-that falls with the model's size. The size of the gain is the paper's for 1.5B
-only, up to a seventh less. From 2 on the trainer limits the simulated pod, so
-that its plateau is flat; limit 1 waits for the longest answers of each batch.
-What is assumed above is one set of constants for all models and was not fitted:
-the simulated synchronous pods are 1.5 to 3 times as fast as the paper's, most
-of all the large ones, which generate as well as all of their memory allows.
+These are one set of constants for all models, and were not fitted: simulated
+synchronous pods are 1.5 to 3 times as fast as the paper's, most of all the
+large ones, which generate as well as all of their memory allows.
 """
 
 import dataclasses
@@ -65,6 +45,9 @@ from rl_tpu.virtual.config import Config, Distribution, Service
 
 GROUPS = 64
 """Prompts of a batch: an eighth of the paper's."""
+MEANS = {8192: 5000, 15_360: 7000, 27_648: 9000, 31_744: 9000}
+"""Mean tokens of an answer, by the most that it may have: before they are
+cut."""
 FLOPS = 400e12
 """Of a GPU that is kept busy, a second."""
 MEMORY = 3.35e12
@@ -117,47 +100,81 @@ def service(model: Model, trainers: int) -> Service:
   )
 
 
+def pod(
+  name: str,
+  schedule: str,
+  *,
+  gpus: int,
+  longest: int,
+  limit: int | None,
+  groups: int = GROUPS,
+) -> parts.Config:
+  """One model of the paper on so many GPUs.
+
+  Args:
+    name: of MODELS.
+    schedule: `async`, three quarters of the GPUs generating, or `sync`, all of
+      them generating and training by turns.
+    gpus: simulated.
+    longest: tokens of an answer at most, of MEANS.
+    limit: of staleness, under async; None: none.
+    groups: prompts of a batch.
+  """
+  model, serial = MODELS[name], schedule == "sync"
+  generating = gpus if serial else gpus * 3 // 4
+  loss = algorithms.get("decoupled_ppo").Config()
+  return parts.Config(
+    name=f"areal_simulated_{schedule}_{name}",
+    schedule=schedule,
+    groups_per_batch=groups,
+    group_size=16,
+    max_staleness=limit,
+    max_running_groups=4 * groups,
+    task=Choice(
+      name="reasoning_gym", config=envs.get("reasoning_gym").Config()
+    ),
+    algorithm=Choice(name="decoupled_ppo", config=loss),
+    model=transformer.sized("qwen3-1.7b"),
+    sampling=Sampling(max_tokens=longest),
+    learner=learner.Config(minibatches=4, row_length=1024 + longest),
+    engine=engine.Config(
+      slots=model.slots,
+      context_length=1024 + longest,
+      prefill_buckets=(1024 + longest,),
+      prefill_batches=(1,),
+    ),
+    warm_start=sft.Config(batches=0, wrong_batches=0),
+    simulate=Config(
+      service=service(model, gpus if serial else gpus - generating),
+      generators=generating // model.together,
+      prompt_tokens=256,
+      lengths=Distribution(
+        kind="lognormal", mean=MEANS[longest], sigma=1.0, least=64
+      ),
+      batches=24,
+      warm_up=12,
+      grain=64,
+    ),
+  )
+
+
 def get_config(arg: str = "staleness") -> ml_collections.ConfigDict:
   """The pod of one of the paper's experiments."""
   schedule, _, name = arg.partition("-")
-  name = name or "1.5b"
-  model = MODELS[name]
-  serial, ablation = schedule == "sync", schedule == "staleness"
-  longest, mean = (8192, 5000) if ablation else (27648, 9000)
-  generating = model.gpus if serial else model.gpus * 3 // 4
-  trainers = model.gpus if serial else model.gpus - generating
-  loss = algorithms.get("decoupled_ppo").Config()
-  return to_config_dict(
-    parts.Config(
-      name=f"areal_simulated_{schedule}_{name}",
-      schedule="sync" if serial else "async",
-      groups_per_batch=GROUPS,
-      group_size=16,
-      max_staleness=model.staleness,
-      max_running_groups=4 * GROUPS,
-      task=Choice(
-        name="reasoning_gym", config=envs.get("reasoning_gym").Config()
-      ),
-      algorithm=Choice(name="decoupled_ppo", config=loss),
-      model=transformer.sized("qwen3-1.7b"),
-      sampling=Sampling(max_tokens=longest),
-      learner=learner.Config(minibatches=4, row_length=1024 + longest),
-      engine=engine.Config(
-        slots=model.slots,
-        context_length=1024 + longest,
-        prefill_buckets=(1024 + longest,),
-        prefill_batches=(1,),
-      ),
-      warm_start=sft.Config(batches=0, wrong_batches=0),
-      simulate=Config(
-        service=service(model, trainers),
-        generators=generating // model.together,
-        prompt_tokens=256,
-        lengths=Distribution(kind="lognormal", mean=mean, sigma=1.0, least=64),
-        batches=24,
-        warm_up=12,
-        grain=64,
-        sweep_staleness=(0, 1, 2, 4, 8, 16, None) if ablation else (),
-      ),
+  model = MODELS[name or "1.5b"]
+  if schedule != "staleness":
+    return to_config_dict(
+      pod(
+        *(name, schedule),
+        gpus=model.gpus,
+        longest=27_648,
+        limit=model.staleness,
+      )
     )
+  config = pod(
+    "1.5b", "async", gpus=model.gpus, longest=8192, limit=model.staleness
   )
+  sweep = dataclasses.replace(
+    config.simulate, sweep_staleness=(0, 1, 2, 4, 8, 16, None)
+  )
+  return to_config_dict(dataclasses.replace(config, simulate=sweep))

@@ -41,6 +41,7 @@ def get_config() -> ml_collections.ConfigDict:
         context_length=4096,
         prefill_buckets=(512, 1024, 4096),
         prefill_batches=(2, 8),
+        prompts_per_row=8,
         steps_per_dispatch=16,
       ),
       devices=parts.Devices(

@@ -43,6 +43,7 @@ def get_config() -> ml_collections.ConfigDict:
         context_length=32768,
         prefill_buckets=(1024, 4096, 32768),
         prefill_batches=(1,),
+        prompts_per_row=8,
         steps_per_dispatch=16,
       ),
       devices=parts.Devices(

@@ -23,6 +23,9 @@ from rl_tpu.aot.programs import Compiled
 from rl_tpu.topology import Topology
 
 GIB = 2**30
+_LONGEST = 100.0
+"""Seconds that no single operation takes. The compiler's estimate of some
+fusions overflows."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -192,6 +195,11 @@ class Estimate:
       and kernels.seconds(op, self.topology.chip) is None
     }
     doubts += [f"kernel {name} has no model" for name in sorted(strange)]
+    doubts += [
+      f"the compiler gives one {op.name} {op.cycles:.3g} cycles"
+      for op, _ in self.program.ops
+      if op.cycles > _LONGEST * self.topology.chip.clock
+    ]
     if (
       not doubts
       and self.work.ideal_flops

@@ -225,7 +225,7 @@ def _prefill(
     decode,
     what=f"{prompts} prompts of {each} tokens in rows of {length}",
     cheap_branches=False,
-    most_turns=prompts,
+    most_turns=rows,
     tokens=rows * length,
     flops=flops.traced(traced.jaxpr.jaxpr) / chips,
     least_bytes=0.0,
@@ -302,11 +302,12 @@ def _time(estimate: Estimate) -> Iterator[str]:
       "hidden"
     )
     allowed = estimate.allowed_seconds
-    yield (
-      "  at the compiler's rate for large products and these kernels "
-      f"{_ms(allowed)}: MFU {ideal / allowed:.2f}, of which "
-      f"{allowed / seconds:.2f} is reached"
-    )
+    if allowed >= ideal:  # Less, where attention has no kernel of its own.
+      yield (
+        "  at the compiler's rate for large products and these kernels "
+        f"{_ms(allowed)}: MFU {ideal / allowed:.2f}, of which "
+        f"{allowed / seconds:.2f} is reached"
+      )
   else:
     yield (
       f"  compute {_ms(seconds)} estimated; reading HBM once takes "

@@ -24,7 +24,7 @@ COLORS = (
 """Okabe and Ito's, in the order in which they are told apart best."""
 PAPER = {"color": "#444444", "marker": "D", "linestyle": ":", "markersize": 4}
 """The style of a paper's own numbers."""
-_STYLE = {
+STYLE = {
   "axes.spines.top": False,
   "axes.spines.right": False,
   "axes.prop_cycle": cycler.cycler(color=COLORS),
@@ -33,6 +33,7 @@ _STYLE = {
   "legend.frameon": False,
   "svg.hashsalt": "rl_tpu",
 }
+"""matplotlib's parameters."""
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
@@ -90,7 +91,7 @@ def curve(axes, rows: Sequence[Row], x: str, y: str, **style) -> None:
 
 @contextlib.contextmanager
 def _styled(size: tuple[float, float]) -> Iterator:
-  with plt.style.context(_STYLE):
+  with plt.style.context(STYLE):
     figure = plt.figure(figsize=size, layout="constrained")
     yield figure
     plt.close(figure)

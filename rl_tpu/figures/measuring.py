@@ -103,6 +103,11 @@ def shares(cores: Sequence[int], jobs: int) -> list[list[int]]:
 def _prepare(dealt) -> None:
   """Of a process: its cores, then what it compiles is kept."""
   os.sched_setaffinity(0, dealt.get())
+  keep_compiled()
+
+
+def keep_compiled() -> None:
+  """Lets this process find what others of this folder's runs compiled."""
   cache = pathlib.Path("runs/cache/compiled").absolute()
   cache.mkdir(parents=True, exist_ok=True)
   jax.config.update("jax_compilation_cache_dir", str(cache))

@@ -297,23 +297,48 @@ def insert(
   Layers are written one after the other: where a mesh splits slots each of its
   devices gets the entries of all sequences, but never of all layers at once.
   """
-  slot = packed[:, 0]
 
-  def write(layer, stack, new):
-    written = []
-    entries = attention.as_cache(*(x[layer] for x in new))
-    for held, own in zip(stack, entries, strict=True):
-      first = (slice(size) for size in own.shape[1:])
-      written.append(held.at[layer, slot, *first].set(own, mode="drop"))
-    return tuple(written)
+  def write(stack, layer, new):
+    return write_layer(stack, layer, packed[:, 0], new)
+
+  return insert_by_layers(state, prefilled, packed, write)
+
+
+def insert_by_layers(
+  state: DecodeState,
+  prefilled: transformer.Stacks,
+  packed: Int[Array, "B _"],
+  write: Callable[[Any, Any, Any], Any],
+) -> DecodeState:
+  """Inserts packed sequences; `write` does so for a layer of a stack.
+
+  It gets the stack's cache, the layer's number, and the keys and values that
+  were prefilled for that layer, and returns the cache.
+  """
+
+  def one(layer, stack, new):
+    return write(stack, layer, tuple(x[layer] for x in new))
 
   cache = [
-    jax.lax.fori_loop(
-      0, len(stack[0]), functools.partial(write, new=new), stack
-    )
+    jax.lax.fori_loop(0, len(stack[0]), functools.partial(one, new=new), stack)
     for stack, new in zip(state.cache, prefilled, strict=True)
   ]
   return DecodeState(cache=cache, rows=_write_rows(state, packed))
+
+
+def write_layer(
+  stack: transformer.KeysValues,
+  layer: Int[Array, ""],
+  slot: Int[Array, " B"],
+  new: transformer.KeysValues,
+) -> transformer.KeysValues:
+  """A cache with the first entries of these slots replaced in one layer."""
+  written = []
+  for held, own in zip(stack, attention.as_cache(*new), strict=True):
+    first = (slice(size) for size in own.shape[1:])
+    written.append(held.at[layer, slot, *first].set(own, mode="drop"))
+  keys, values = written
+  return keys, values
 
 
 def extend(

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from rl_tpu import sharding
 from rl_tpu.generation import decoding
 from rl_tpu.models import transformer
 
@@ -180,23 +181,34 @@ def insert(
   state: decoding.DecodeState,
   packed: Packed,
 ) -> decoding.DecodeState:
-  """Prefills packed rows, and inserts their sequences one by one.
+  """Prefills packed rows, and inserts as many sequences at once as fit a row.
 
   A slot is written as far as a row is long, as by `decoding.insert`: what
   follows a sequence's last token are others' keys and values, where nothing
-  looks before they are overwritten.
+  looks before they are overwritten. Where a mesh splits rows and slots, its
+  devices exchange the rows of each layer once. (Sequences are at least two: one
+  slot alone would be no scatter to the compiler, and have the cache gathered.)
   """
+  _, rows, length = packed.rows.shape
   prefilled = policy.prefill(params, *packed.rows)
-  last = packed.rows.shape[2] - 1
+  at_once = len(packed.places) // rows
 
-  def one(index, state):
-    row, first = packed.places[index]
-    entries = jnp.minimum(first + jnp.arange(last + 1), last)
+  def write(stack, layer, new):
+    whole = [sharding.constrain(x, None, None, "kv_heads", None) for x in new]
 
-    def take(x):
-      return jax.lax.dynamic_slice_in_dim(x, row, 1, 1)[:, :, entries]
+    def some(turn, stack):
+      def take(x):
+        return jax.lax.dynamic_slice_in_dim(x, turn * at_once, at_once)
 
-    header = jax.lax.dynamic_slice_in_dim(packed.headers, index, 1)
-    return decoding.insert(state, jax.tree.map(take, prefilled), header)
+      row, first = take(packed.places).T[..., None]
+      entries = jnp.minimum(first + jnp.arange(length), length - 1)
+      keys, values = (x[row, entries] for x in whole)
+      slots = take(packed.headers)[:, 0]
+      return decoding.write_layer(stack, layer, slots, (keys, values))
 
-  return jax.lax.fori_loop(0, packed.count, one, state)
+    turns = (packed.count + at_once - 1) // at_once
+    return jax.lax.fori_loop(0, turns, some, stack)
+
+  return decoding.insert_by_layers(
+    state, prefilled, jnp.asarray(packed.headers), write
+  )

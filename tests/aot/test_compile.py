@@ -15,7 +15,7 @@ from rl_tpu.aot import programs
 from rl_tpu.aot.estimate import Estimate, Work
 from rl_tpu.aot.programs import Compiled
 from rl_tpu.config import ConfigError
-from rl_tpu.topology import OPTIONS, Topology
+from rl_tpu.topology import CHIPS, OPTIONS, Topology
 
 POD = str(pathlib.Path(__file__).with_name("pod.py"))
 MEMORY = dict.fromkeys(
@@ -62,6 +62,12 @@ def test_every_program_of_a_small_run_is_compiled_for_its_topology(cache):
   assert 0 < figures["estimated_mfu"] < 1
   assert "x paged_attention" in done.stdout
   assert "8 prompts of 64 tokens in rows of 256" in done.stdout
+  moved = {
+    name: found["collective_bytes"]
+    for name, found in figures["programs"].items()
+  }
+  # Packed rows are exchanged once a layer, not once for each sequence.
+  assert moved["prefill"] < 2 * moved["extend"]
   assert done.stderr.count("compiling") == 5
 
   again = compile_pod(cache)
@@ -256,10 +262,17 @@ def test_what_the_compiler_allows_is_products_at_its_rate_and_kernels():
   )
   text = text.replace("  %multiply.5", kernel)
   operations = {"ideal_flops": 5e9, "ideal_attention": 1e9}
-  products = 4e9 / (0.88 * 197e12)
+  products = 4e9 / (CHIPS["v5e"].product * 197e12)
   attention = 2 * 4 * 256**2 * 128 * 2 / 2 / 197e12
   found = estimate(text, **operations)
   assert found.allowed_seconds == pytest.approx(products + attention)
+
+
+def test_cycles_that_the_compiler_cannot_mean_leave_no_estimate():
+  text = LOOPS.replace("FIRST", "0").replace('"100"', '"258258258258258"')
+  found = estimate(text)
+  assert found.seconds is None
+  assert "add.2 2.58e+14 cycles" in found.doubts[0]
 
 
 def test_a_loop_of_unknown_length_leaves_no_estimate():

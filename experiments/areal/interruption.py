@@ -60,7 +60,7 @@ def measure(cell: Cell, scale: str) -> list[Row]:
   }
   turns = max(2 * INTERVALS[-1] // interval, 2) if scale != "smoke" else 2
   costs: dict[str, list] = {kind: [] for kind in KINDS}
-  for kind, generator in running.items():
+  for generator in running.values():
     generator.flow(2 * sizes.rows * sizes.new, interval)
   for _ in range(turns):
     for kind, generator in running.items():

@@ -6,6 +6,7 @@ batch is the expected loss, its gradient the expected gradient: what a method
 does, without the noise of sampling. The sampler's head is the whole vocabulary.
 """
 
+import dataclasses
 from types import ModuleType
 from typing import Any
 
@@ -82,3 +83,38 @@ def gradient(
     return module.loss(outputs, batch, config)[0].total
 
   return jax.grad(total)(target)
+
+
+def push(
+  module: ModuleType,
+  config: Any,
+  ratios: Float[Array, " n"],
+  advantage: float,
+  moved: float = 1.0,
+) -> Float[Array, " n"]:
+  """How a loss pushes a token's log-probability, by target/behavior.
+
+  Minus the loss's derivative, for one token whose behavior probability is 0.1.
+
+  Args:
+    module: of the loss, in `rl_tpu.algorithms`.
+    config: of its kind.
+    ratios: target/behavior.
+    advantage: of the token.
+    moved: proximal/behavior.
+  """
+
+  def total(target_logp):
+    logits = jnp.zeros((len(ratios), 2))
+    advantages = logits.at[:, 0].set(advantage)
+    outputs, batch = batch_of(logits, logits, advantages)
+    behavior = jnp.full_like(outputs.target_logp, jnp.log(0.1))
+    outputs = dataclasses.replace(
+      outputs,
+      target_logp=behavior.at[:, 1].set(target_logp),
+      proximal_logp=behavior + jnp.log(moved),
+    )
+    batch = dataclasses.replace(batch, behavior_logp=behavior)
+    return module.loss(outputs, batch, config)[0].total
+
+  return -jax.grad(total)(jnp.log(0.1 * ratios))

@@ -6,8 +6,6 @@
 # vocabulary of three to eight tokens. Seconds.
 
 # %%
-import dataclasses
-
 import here  # noqa: F401  The repository's folder becomes the working directory.
 import jax
 import jax.numpy as jnp
@@ -42,24 +40,10 @@ METHODS = {
 ratios = jnp.linspace(0.02, 7.0, 700)
 
 
-def push(name, fields, advantage):
-  """Of one token at each ratio; its behavior probability is 0.1."""
+def push(name, fields, advantage, moved=1.0):
   module = algorithms.get(name)
   config = module.Config(**fields)
-
-  def loss(target_logp):
-    logits = jnp.zeros((len(ratios), 2))
-    advantages = jnp.zeros((len(ratios), 2)).at[:, 0].set(advantage)
-    outputs, batch = exact.batch_of(logits, logits, advantages)
-    behavior = jnp.full_like(outputs.target_logp, jnp.log(0.1))
-    target = behavior.at[:, 1].set(target_logp)
-    outputs = dataclasses.replace(
-      outputs, target_logp=target, proximal_logp=behavior
-    )
-    batch = dataclasses.replace(batch, behavior_logp=behavior)
-    return module.loss(outputs, batch, config)[0].total
-
-  return -jax.grad(loss)(jnp.log(0.1 * ratios))
+  return exact.push(module, config, ratios, advantage, moved)
 
 
 figure, panels = plt.subplots(1, 2, figsize=(9, 3), sharey=True)
@@ -83,31 +67,14 @@ plt.show()
 # Here the proximal policy has already moved from the behavior policy by a
 # factor of 1.5.
 
-
 # %%
-def decoupled(moved, advantage):
-  """Pushes by target / behavior, when proximal / behavior is `moved`."""
-  module = algorithms.get("decoupled_ppo")
-
-  def loss(target_logp):
-    logits = jnp.zeros((len(ratios), 2))
-    advantages = jnp.zeros((len(ratios), 2)).at[:, 0].set(advantage)
-    outputs, batch = exact.batch_of(logits, logits, advantages)
-    behavior = jnp.full_like(outputs.target_logp, jnp.log(0.1))
-    outputs = dataclasses.replace(
-      outputs,
-      target_logp=behavior.at[:, 1].set(target_logp),
-      proximal_logp=behavior + jnp.log(moved),
-    )
-    batch = dataclasses.replace(batch, behavior_logp=behavior)
-    return module.loss(outputs, batch, module.Config())[0].total
-
-  return -jax.grad(loss)(jnp.log(0.1 * ratios))
-
-
 figure, axes = plt.subplots(figsize=(5, 3))
 axes.plot(ratios, push("ppo", {}, 1.0), label="PPO, around behavior")
-axes.plot(ratios, decoupled(1.5, 1.0), label="decoupled, around proximal")
+axes.plot(
+  ratios,
+  push("decoupled_ppo", {}, 1.0, 1.5),
+  label="decoupled, around proximal",
+)
 axes.axvline(1.5, color="#999999", linewidth=0.8, linestyle=":")
 axes.annotate("proximal", (1.5, 0.1), (1.55, 0.1), fontsize=8)
 axes.set(title="A = +1", xlabel="target / behavior", ylabel="push", xlim=(0, 3))

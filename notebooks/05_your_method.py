@@ -6,12 +6,10 @@
 # changes. A minute on two cores.
 
 # %%
-import dataclasses
 import pathlib
 import tempfile
 
 import here  # noqa: F401  The repository's folder becomes the working directory.
-import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 
@@ -81,22 +79,7 @@ ratios = jnp.linspace(0.02, 7.0, 700)
 
 def push(name, fields):
   module = algorithms.get(name)
-
-  def loss(target_logp):
-    logits = jnp.zeros((len(ratios), 2))
-    outputs, batch = exact.batch_of(
-      logits, logits, jnp.zeros_like(logits).at[:, 0].set(1.0)
-    )
-    behavior = jnp.full_like(outputs.target_logp, jnp.log(0.1))
-    outputs = dataclasses.replace(
-      outputs,
-      target_logp=behavior.at[:, 1].set(target_logp),
-      proximal_logp=behavior,
-    )
-    batch = dataclasses.replace(batch, behavior_logp=behavior)
-    return module.loss(outputs, batch, module.Config(**fields))[0].total
-
-  return -jax.grad(loss)(jnp.log(0.1 * ratios))
+  return exact.push(module, module.Config(**fields), ratios, 1.0)
 
 
 figure, axes = plt.subplots(figsize=(5, 2.8))

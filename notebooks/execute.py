@@ -26,7 +26,8 @@ def sources(names: list[str]) -> list[pathlib.Path]:
   every = sorted(FOLDER.glob("[0-9]*.py"))
   found = [p for p in every if not names or p.name.startswith(tuple(names))]
   if not found:
-    sys.exit(f"no notebook begins with {names}; they are {every}")
+    known = ", ".join(path.stem for path in every)
+    sys.exit(f"no notebook begins with {names}; they are {known}")
   return found
 
 

@@ -162,9 +162,11 @@ def _small_limits_alike(rows: Sequence[Row]) -> Verdict:
   return Verdict(outcome=outcome, seen=_said("final by eta", found))
 
 
-_SCORES = "final held-out accuracy: sync and 8 versions stale within 0.03 of "
-_SCORES += "each other, both above what it was before RL by more than the "
-_SCORES += "interval of the difference"
+_SCORES = (
+  "final held-out accuracy: sync and 8 versions stale within 0.03 of each "
+  "other, both above what it was before RL by more than the interval of the "
+  "difference"
+)
 ARTEFACTS = {
   "Fig. 5a": Claim(
     shows="naive PPO's final reward falls with eta (0, 1, 2, 4, 8, 16, inf): "

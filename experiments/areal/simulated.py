@@ -171,7 +171,7 @@ def _faster(rows: Sequence[Row]) -> Verdict:
   return Verdict(outcome=outcome, seen=seen)
 
 
-def _ratios(
+def _rates(
   rows: Sequence[Row], name: str, longest: int
 ) -> tuple[list[int], list[float], list[float]]:
   """GPUs, asynchronous and synchronous 1000 tokens/s of Fig. 4."""
@@ -192,7 +192,7 @@ def _scales(rows: Sequence[Row]) -> Verdict:
   """Fig. 4: the more GPUs, the more asynchrony gains."""
   ends = []
   for name, longest in FIGURE_4:
-    _, overlapped, sync = _ratios(rows, name, longest)
+    _, overlapped, sync = _rates(rows, name, longest)
     ends.append((overlapped[0] / sync[0], overlapped[-1] / sync[-1]))
   seen = "async over sync, fewest to most GPUs: " + ", ".join(
     f"{name} {(longest + 1024) // 1024}k {first:.2f} to {last:.2f}"
@@ -284,7 +284,7 @@ def _draw_models(rows: Sequence[Row], axes) -> None:
 
 def _draw_scaling(rows: Sequence[Row], axes, longest: int) -> None:
   for color, name in zip(drawing.COLORS, ("1.5b", "7b", "32b"), strict=False):
-    gpus, overlapped, sync = _ratios(rows, name, longest)
+    gpus, overlapped, sync = _rates(rows, name, longest)
     paper = FIGURE_4[name, longest]
     axes.plot(
       gpus, overlapped, "-o", color=color, label=f"{name.upper()} async"

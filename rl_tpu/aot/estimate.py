@@ -142,11 +142,15 @@ class Estimate:
   def allowed_seconds(self) -> float:
     """The ideal at the compiler's rates, for products and for kernels.
 
-    Products with weights as fast as a large one, the program's kernels as they
-    are, and nothing else.
+    Products with weights, and attention that has no kernel, as fast as a large
+    product; the program's kernels as they are; and nothing else.
     """
-    chip = self.topology.chip
-    products = self.work.ideal_flops - self.work.ideal_attention
+    chip, products = self.topology.chip, self.work.ideal_flops
+    known = (
+      flops.kernel(op, self.work.experts) for op, _ in self.program.kernels
+    )
+    if any(kernel and kernel.size for kernel in known):
+      products -= self.work.ideal_attention
     kernels = sum(self.kernel_seconds(op) * n for op, n in self.program.kernels)
     return products / (chip.flops * chip.product) + kernels
 

@@ -302,12 +302,11 @@ def _time(estimate: Estimate) -> Iterator[str]:
       "hidden"
     )
     allowed = estimate.allowed_seconds
-    if allowed >= ideal:  # Less, where attention has no kernel of its own.
-      yield (
-        "  at the compiler's rate for large products and these kernels "
-        f"{_ms(allowed)}: MFU {ideal / allowed:.2f}, of which "
-        f"{allowed / seconds:.2f} is reached"
-      )
+    yield (
+      "  at the compiler's rate for large products and these kernels "
+      f"{_ms(allowed)}: MFU {ideal / allowed:.2f}, of which "
+      f"{allowed / seconds:.2f} is reached"
+    )
   else:
     yield (
       f"  compute {_ms(seconds)} estimated; reading HBM once takes "

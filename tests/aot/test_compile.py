@@ -268,6 +268,13 @@ def test_what_the_compiler_allows_is_products_at_its_rate_and_kernels():
   assert found.allowed_seconds == pytest.approx(products + attention)
 
 
+def test_attention_without_a_kernel_is_allowed_the_time_of_products():
+  text = LOOPS.replace("FIRST", "0")
+  found = estimate(text, ideal_flops=5e9, ideal_attention=1e9)
+  allowed = 5e9 / (CHIPS["v5e"].product * 197e12)
+  assert found.allowed_seconds == pytest.approx(allowed)
+
+
 def test_cycles_that_the_compiler_cannot_mean_leave_no_estimate():
   text = LOOPS.replace("FIRST", "0").replace('"100"', '"258258258258258"')
   found = estimate(text)

@@ -4,9 +4,11 @@ import pathlib
 import random
 
 import matplotlib.pyplot as plt
+import numpy as np
 import pytest
 
-from rl_tpu import figures, parts
+from experiments import exact
+from rl_tpu import algorithms, figures, parts
 from rl_tpu.config import build
 
 ROOT = pathlib.Path(__file__).parents[2] / "experiments"
@@ -58,3 +60,19 @@ def test_whatever_was_measured_is_judged_and_drawn(study, scale):
   figure.canvas.draw()
   plt.close(figure)
   assert all(axes.get_xlabel() for axes in figure.axes)
+
+
+def test_the_push_of_a_mask_is_the_ratio_within_its_band_and_nothing_outside():
+  module = algorithms.get("sao")
+  ratios = np.array([0.69, 0.71, 1.0, 5.9, 6.1])
+  for advantage in (1.0, -2.0):
+    found = exact.push(module, module.Config(band="math"), ratios, advantage)
+    expected = advantage * np.array([0, 0.71, 1.0, 5.9, 0])
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_the_push_of_decoupled_ppo_is_clipped_around_the_proximal_policy():
+  module = algorithms.get("decoupled_ppo")
+  ratios = np.array([1.5 * 1.19, 1.5 * 1.21])
+  found = exact.push(module, module.Config(), ratios, 1.0, moved=1.5)
+  np.testing.assert_allclose(found, [ratios[0], 0.0], rtol=1e-5)

@@ -65,7 +65,6 @@ def configured(cell: Cell, scale: str) -> ml_collections.ConfigDict:
     config = tasks.tool_task(seed, eta, scale)
     config.update(tasks.GRPO_SHAPE)
     config.learner.minibatches, config.learner.microbatch_rows = 4, 8
-    config.evaluation.every = 4 if scale != "smoke" else 0
     config.learner.learning_rate = 2.5e-4
     settings.set_loss(config, "decoupled")
     return config

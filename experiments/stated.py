@@ -1,0 +1,70 @@
+"""What a paper states as a number, beside what a config here has.
+
+A study of settings has a cell for each field that a paper states. Measuring one
+builds the config anew and reads the field, so that a table in README.md says
+when a config no longer has the paper's numbers.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+
+import ml_collections
+
+from rl_tpu import parts
+from rl_tpu.config import build
+from rl_tpu.figures import Row, Verdict
+
+Fields = Mapping[str, object]
+"""Dotted paths of fields, and what the paper states of each."""
+
+
+def read(config: ml_collections.ConfigDict, field: str) -> object:
+  """The value of a field, of the config that a run is built from.
+
+  Raises:
+    AttributeError: there is no such field.
+  """
+  return functools.reduce(
+    getattr, field.split("."), build(parts.Config, config)
+  )
+
+
+def row(config: ml_collections.ConfigDict, field: str, fields: Fields) -> Row:
+  """The paper's value and the config's, as a file can have them."""
+  return {
+    "paper": _plain(fields[field]),
+    "here": _plain(read(config, field)),
+  }
+
+
+def _plain(value: object) -> str | int | float:
+  return value if isinstance(value, (int, float)) else str(value)
+
+
+def agree(rows: Sequence[Row]) -> Verdict:
+  """Passed if all fields have the paper's value; names those that do not."""
+  other = [row for row in rows if row["paper"] != row["here"]]
+  seen = f"{len(rows) - len(other)} of {len(rows)} fields equal"
+  if other:
+    seen += "; not " + ", ".join(
+      f"{row['field']} ({row['here']}; the paper {row['paper']})"
+      for row in other
+    )
+  return Verdict(outcome="weaker" if other else "passed", seen=seen)
+
+
+def draw(rows: Sequence[Row], axes) -> None:
+  """A table of all rows; what differs from the paper is marked."""
+  axes.axis("off")
+  text = [
+    [str(row["field"]), f"{row['paper']}", f"{row['here']}"] for row in rows
+  ]
+  shown = axes.table(
+    text, colLabels=["field", "the paper", "here"], loc="center", cellLoc="left"
+  )
+  shown.auto_set_font_size(False)
+  shown.set_fontsize(6)
+  shown.auto_set_column_width([0, 1, 2])
+  for index, row in enumerate(rows, 1):
+    if row["paper"] != row["here"]:
+      shown[index, 2].set_facecolor("#f0e442")

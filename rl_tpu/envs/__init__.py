@@ -26,7 +26,14 @@ import importlib
 import inspect
 import pkgutil
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+  Callable,
+  Collection,
+  Iterable,
+  Iterator,
+  Mapping,
+  Sequence,
+)
 from types import ModuleType
 from typing import Any, Literal, Protocol
 
@@ -317,7 +324,10 @@ def held_out(text: str, fraction: float) -> bool:
 
 
 def of_split(
-  rows: Iterable[tuple[str, Mapping[str, Any]]], split: Split, fraction: float
+  rows: Iterable[tuple[str, Mapping[str, Any]]],
+  split: Split,
+  fraction: float,
+  kept: Collection[str] | None = None,
 ) -> Iterator[Mapping[str, Any]]:
   """Yields the rows of a split, each once.
 
@@ -325,10 +335,16 @@ def of_split(
     rows: a row's identity, the text that decides its split, and the row.
     split: which.
     fraction: of the rows that are held out.
+    kept: the identities that are held out, where a file of their own says so.
+
+  Raises:
+    ValueError: there is no such split.
   """
+  if split not in SPLITS:
+    raise ValueError(f"No split {split!r}; it must be one of {SPLITS}")
   seen = set()
   for identity, row in rows:
-    heldout = held_out(identity, fraction)
+    heldout = held_out(identity, fraction) if kept is None else identity in kept
     if identity not in seen and heldout == (split == "heldout"):
       seen.add(identity)
       yield row

@@ -23,13 +23,12 @@ import numpy as np
 
 from rl_tpu import records
 from rl_tpu.envs import (
-  SPLITS,
   Reply,
   Split,
   TextEnvironment,
   encode_action,
   encode_question,
-  held_out,
+  of_split,
 )
 from rl_tpu.models.tokenizer import Tokenizer
 from rl_tpu.ops import check_choices, check_fields
@@ -112,25 +111,14 @@ class Task:
 
   def records(self, split: Split) -> Iterator[Mapping[str, Any]]:
     """Yields each question of the split once."""
-    if split not in SPLITS:
-      raise ValueError(f"No split {split!r}; it must be one of {SPLITS}")
-    config, seen = self.config, set()
-    wanted = split == "heldout"
-    kept = None
+    config, kept = self.config, None
+    path = config.path
     if config.heldout_path:
-      kept = {row["question"] for row in self._rows(config.heldout_path)}
-    path = (config.heldout_path if wanted else None) or config.path
-    for row in self._rows(path):
-      question = row["question"]
       # A question that is in both files is held out.
-      heldout = (
-        held_out(question, config.heldout_fraction)
-        if kept is None
-        else question in kept
-      )
-      if heldout == wanted and question not in seen:
-        seen.add(question)
-        yield row
+      kept = {row["question"] for row in self._rows(config.heldout_path)}
+      path = config.heldout_path if split == "heldout" else path
+    asked = ((row["question"], row) for row in self._rows(path))
+    return of_split(asked, split, config.heldout_fraction, kept)
 
   def prompt(self, row: Mapping[str, Any], index: int) -> Prompt:
     """Renders a row's question."""

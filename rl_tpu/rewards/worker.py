@@ -1,20 +1,26 @@
 """The process that scores: one function, one answer after another.
 
-  python -m rl_tpu.rewards.worker MODULE:FUNCTION SECONDS MEMORY_BYTES
+  python -m rl_tpu.rewards.worker FUNCTION SECONDS MEMORY_BYTES
 
-Reads a JSON list of arguments a line from stdin and writes a JSON object a line
-to what was stdout: `{"value": ...}`, or `{"raised": ...}`. It ends when stdin
-does, so that it does not outlive whoever it works for; should it hang then, its
-own alarm ends it. Nothing here imports JAX: a worker starts in the time that
-its function's module takes.
+FUNCTION is `module:name`, or `path/to/file.py:name`, whose folder may be
+imported from. First of all it says whether that is there: `{"ready": ...}`, or
+`{"refused": ...}`, after which it ends. Then it reads a JSON list of arguments
+a line from stdin and writes a JSON object a line to what was stdout:
+`{"value": ...}`, or `{"raised": ...}`; NumPy's numbers are numbers. It ends when
+stdin does, so that it does not outlive whoever it works for; should it hang
+then, its own alarm ends it. Nothing here imports JAX: a worker starts in the
+time that its function's module takes.
 """
 
 import importlib
+import importlib.util
 import json
 import os
+import pathlib
 import resource
 import signal
 import sys
+from collections.abc import Callable
 from typing import Any
 
 
@@ -23,23 +29,54 @@ def main(function: str, seconds: float, memory_bytes: int) -> None:
   # What the function prints must not be taken for an answer.
   replies = os.fdopen(os.dup(1), "w")
   os.dup2(2, 1)
-  module, name = function.split(":")
-  score = getattr(importlib.import_module(module), name)
-  resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
 
-  def say(reply: dict[str, Any]) -> None:
-    replies.write(json.dumps(reply) + "\n")
+  def say(reply: str) -> None:
+    replies.write(reply + "\n")
     replies.flush()
 
-  say({"ready": function})
+  try:
+    score = load(function)
+  except Exception as error:
+    say(json.dumps({"refused": _named(error)}))
+    sys.exit(1)
+  resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+  say(json.dumps({"ready": function}))
   for line in sys.stdin:
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
-      reply = {"value": score(*json.loads(line))}
+      value = score(*json.loads(line))
+      reply = json.dumps({"value": value}, default=_number)
     except Exception as error:
-      reply = {"raised": repr(error)[:500]}
+      reply = json.dumps({"raised": _named(error)})
     signal.setitimer(signal.ITIMER_REAL, 0)
     say(reply)
+
+
+def load(function: str) -> Callable[..., Any]:
+  """The function of a module, or of a file; raises whatever its code does."""
+  where, _, name = function.rpartition(":")
+  if not where.endswith(".py"):
+    return getattr(importlib.import_module(where), name)
+  path = pathlib.Path(where).absolute()
+  sys.path.append(str(path.parent))
+  # A name that hides no module: the file may be called as one is.
+  spec = importlib.util.spec_from_file_location(f"file_{path.stem}", path)
+  assert spec is not None and spec.loader is not None, "its name ends with .py"
+  module = importlib.util.module_from_spec(spec)
+  sys.modules[spec.name] = module
+  spec.loader.exec_module(module)
+  return getattr(module, name)
+
+
+def _named(error: Exception) -> str:
+  return repr(error)[:500]
+
+
+def _number(value: Any) -> float:
+  """What JSON does not know: NumPy's scalars."""
+  if hasattr(value, "__float__"):
+    return float(value)
+  raise TypeError(f"{value!r} is of no JSON type")
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ class Workers:
     """Starts nothing yet.
 
     Args:
-      function: `module:name`; its module should import little.
+      function: `module:name` or `file.py:name`; it should import little.
       count: processes at work at once, >= 1.
       seconds: of one call, > 0; what it waits for a process does not count.
       memory_bytes: of address space, for each process.
@@ -72,6 +72,14 @@ class Workers:
     """
     line = json.dumps(arguments).encode() + b"\n"
     return await asyncio.wrap_future(self._threads.submit(self._call, line))
+
+  def check(self) -> None:
+    """Starts one process, which says whether the function is there.
+
+    Raises:
+      ValueError: it is not, or its module does not load.
+    """
+    self._threads.submit(self._process).result()
 
   def close(self) -> None:
     """Ends the processes; calls under way fail."""
@@ -108,13 +116,18 @@ class Workers:
       process = self._own.process = _Process(self._command)
       self._processes.add(process)
       try:
-        process.ask(b"", _START_SECONDS)
+        reply = process.ask(b"", _START_SECONDS)
       except OSError as error:
         self._drop(process)
         raise RuntimeError(
-          f"no process could be started for {self._function}: {error}; what "
+          f"no process could be started for {self._function}: {error!r}; what "
           "it printed says why"
         ) from error
+      if "refused" in reply:
+        self._drop(process)
+        raise ValueError(
+          f"{self._function} cannot be loaded: {reply['refused']}"
+        )
     return process
 
   def _drop(self, process: "_Process") -> None:

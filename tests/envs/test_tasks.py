@@ -27,17 +27,22 @@ CONFIGS = {
   "math": {},
   "python_tool": {},
   "reasoning_gym": {"size": 200},
+  "scored": {"processes": 1},
   "style_bandit": {"size": 400},
 }
 
 
 def make(name, tmp_path, **changes):
   settings = CONFIGS[name] | changes
-  if name in ("math", "judged"):
+  if name in ("math", "judged", "scored"):
     path = tmp_path / "questions.jsonl"
     lines = [{"question": f"{i}+1?", "answer": str(i + 1)} for i in range(100)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     settings["path"] = str(path)
+  if name == "scored":
+    code = tmp_path / "rewards.py"
+    code.write_text("def score(answer, row):\n  return 0\n")
+    settings["reward"] = f"{code}:score"
   if name == "judged":
     settings["judge"] = judge.Config(url="http://x", model="m", criteria="c")
   if name == "python_tool":

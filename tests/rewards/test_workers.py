@@ -106,8 +106,17 @@ def test_no_process_is_left_when_nobody_needs_it():
 
 
 def test_a_function_that_is_not_there_is_no_episodes_fault(make):
+  for find in (make("triple").check, lambda: asyncio.run(make("triple")(1))):
+    with pytest.raises(ValueError, match="triple cannot be loaded: Attribute"):
+      find()
+
+
+def test_a_module_that_ends_its_process_is_no_episodes_fault(make, tmp_path):
+  (tmp_path / "ends.py").write_text("import os\nos._exit(3)\n")
+  ends = Workers(f"{tmp_path}/ends.py:score")
   with pytest.raises(RuntimeError, match="no process could be started"):
-    asyncio.run(make("triple")(1))
+    ends.check()
+  ends.close()
 
 
 def test_limits_out_of_range_are_refused():

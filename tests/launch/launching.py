@@ -24,8 +24,8 @@ def settings(**fields):
   return build(Settings, values, "settings")
 
 
-def plan(backend, flags=TWO_SLICES, **fields):
-  return backends.plan_on(backend, settings(**fields), flags)
+def plan(backend, run=TWO_SLICES, **fields):
+  return backends.plan_on(backend, settings(**fields), run)
 
 
 def launch(*arguments, **options):

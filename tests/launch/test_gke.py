@@ -14,12 +14,14 @@ import re
 
 import kubernetes_validate
 import launching
+import pydantic
 import pytest
 import yaml
 from kubeflow_trainer_api.models import jobset_v1alpha2_job_set as models
 
 from launch import gke
 
+pytestmark = pytest.mark.filterwarnings("ignore:the load_module")
 VERSION = "1.37"
 ACTIONS = {"FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts"}
 LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
@@ -56,7 +58,9 @@ def _lacking(given, kept, path=""):
       lack
       for key, value in given.items()
       for lack in _lacking(
-        value, kept.get(key) if isinstance(kept, dict) else None, f"{path}.{key}"
+        value,
+        kept.get(key) if isinstance(kept, dict) else None,
+        f"{path}.{key}",
       )
     ]
   if isinstance(given, list) and isinstance(kept, list):
@@ -180,13 +184,16 @@ def test_every_setting_makes_a_valid_manifest(fields):
 
 
 def test_the_shared_storage_is_where_the_run_writes():
-  manifest = gke.manifest(launching.plan("gke", mount="/mnt/all"))
+  manifest = gke.manifest(
+    launching.plan("gke", mount="/mnt/all", token_file=None)
+  )
   for job in jobs_of(manifest).values():
     pod = pod_of(job)
     (main,) = pod["containers"]
-    assert {"name": "shared", "nfs": {"server": "10.0.0.2", "path": "/share"}} in (
-      pod["volumes"]
-    )
+    assert {
+      "name": "shared",
+      "nfs": {"server": "10.0.0.2", "path": "/share"},
+    } in (pod["volumes"])
     assert main["volumeMounts"][0]["mountPath"] == "/mnt/all"
     for name in ("--config.directory", "--config.cache"):
       (path,) = launching.flags_of(main["command"], name)
@@ -194,25 +201,50 @@ def test_the_shared_storage_is_where_the_run_writes():
     assert pod["terminationGracePeriodSeconds"] == 300
 
 
+def first_job(manifest):
+  return manifest["spec"]["replicatedJobs"][0]
+
+
+def main_of(manifest):
+  return pod_of(first_job(manifest))["containers"][0]
+
+
 @pytest.mark.parametrize(
-  "spoil",
+  ("spoil", "error"),
   [
-    lambda m: m["spec"].update(maxRestarts=3),
-    lambda m: m["spec"]["failurePolicy"].update(maxRestarts="3"),
-    lambda m: m["spec"]["failurePolicy"]["rules"][0].update(action="Fail"),
-    lambda m: m["spec"]["replicatedJobs"][0].update(replica=2),
-    lambda m: pod_of(m["spec"]["replicatedJobs"][0]).update(node="a"),
-    lambda m: pod_of(m["spec"]["replicatedJobs"][0])["containers"][0].update(
-      command="python"
+    (lambda m: m["spec"].update(maxRestarts=3), AssertionError),
+    (
+      lambda m: m["spec"]["failurePolicy"].update(maxRestarts="3"),
+      pydantic.ValidationError,
     ),
-    lambda m: m["metadata"].update(name="a" * 60),
+    (
+      lambda m: m["spec"]["failurePolicy"]["rules"][0].update(action="Fail"),
+      AssertionError,
+    ),
+    (lambda m: first_job(m).update(replica=2), AssertionError),
+    (lambda m: pod_of(first_job(m)).update(node="a"), AssertionError),
+    (lambda m: main_of(m).update(command="python"), pydantic.ValidationError),
+    (
+      lambda m: first_job(m)["template"]["spec"].update(
+        podFailurePolicy={"rules": [{"action": 1}]}
+      ),
+      pydantic.ValidationError,
+    ),
+    (lambda m: m["metadata"].update(name="a" * 60), AssertionError),
   ],
 )
-def test_the_schemas_see_what_is_wrong(spoil):
+def test_the_schemas_see_what_is_wrong(spoil, error):
   manifest = gke.manifest(launching.plan("gke"))
   validate(manifest)
   spoil(manifest)
-  with pytest.raises((AssertionError, ValueError, Exception)):
+  with pytest.raises(error):
+    validate(manifest)
+
+
+def test_kubernetes_own_schema_is_asked():
+  manifest = gke.manifest(launching.plan("gke"))
+  del main_of(manifest)["name"]
+  with pytest.raises(kubernetes_validate.ValidationError, match="name"):
     validate(manifest)
 
 

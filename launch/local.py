@@ -15,7 +15,8 @@ code is 0 when the run is complete, 130 when a signal stopped it (either one), 2
 when it was refused, else that of the process that failed first, 128 + n if
 signal n killed it; the last line names that process. With --restarts=N a
 generator that died is started again, and a trainer that died goes on from its
-newest checkpoint, N times each in all.
+newest checkpoint, N times each in all. --dry_run starts nothing and prints the
+commands; ports are free ones, anew each time.
 """
 
 import argparse
@@ -25,6 +26,7 @@ import os
 import pathlib
 import queue
 import secrets
+import shlex
 import signal
 import socket
 import subprocess
@@ -369,6 +371,7 @@ def main(given: list[str]) -> int:
     parser.add_argument(
       f"--{name}", type=kind, default=default, help=f"{what} ({default})"
     )
+  parser.add_argument("--dry_run", action="store_true")
   arguments, flags = parser.parse_known_args(given)
   for name, least in (("trainers", 1), ("generators", 0), ("restarts", 0)):
     if getattr(arguments, name) < least:
@@ -377,6 +380,10 @@ def main(given: list[str]) -> int:
     parser.error("--config is missing")
   with tempfile.TemporaryDirectory(prefix="rl_tpu-") as scratch:
     trainer, generators = _commands(arguments, flags, pathlib.Path(scratch))
+    if arguments.dry_run:
+      for part in (*generators, *trainer()):
+        print(f"{shlex.join(part.command)} # {part.name}")
+      return 0
     return Launcher(
       trainer,
       generators,

@@ -109,31 +109,46 @@ def _read_config(arguments: list[str]):
   Raises:
     ConfigError: a flag or field is unknown, of a wrong type or out of range.
   """
+  from rl_tpu import parts
+
+  return read_flags("config", parts.Config, arguments)
+
+
+def read_flags(name: str, cls: type, arguments: list[str]) -> Any:
+  """Parses --NAME=FILE[:ARG] and --NAME.FIELD=VALUE into a checked dataclass.
+
+  Args:
+    name: of the flag; errors name fields NAME.FIELD.
+    cls: the dataclass that FILE describes.
+    arguments: a program's name, then nothing but these flags.
+
+  Raises:
+    ConfigError: a flag or field is unknown, of a wrong type or out of range.
+  """
   from absl import flags
   from ml_collections import config_flags
 
-  from rl_tpu import parts
   from rl_tpu.config import ConfigError, build
 
   values = flags.FlagValues()
   arguments = [_in_full(argument) for argument in arguments]
-  config = config_flags.DEFINE_config_file(
-    "config", lock_config=True, flag_values=values, sys_argv=arguments
+  file = config_flags.DEFINE_config_file(
+    name, lock_config=True, flag_values=values, sys_argv=arguments
   )
   try:
     rest = values(arguments)[1:]
   except flags.Error as error:
     raise ConfigError(str(error)) from error
   except AttributeError as error:
-    # config_flags looks every --config.FIELD up in the config.
-    raise ConfigError(f"--config has no field {error}") from error
+    # config_flags looks every --NAME.FIELD up in the file's config.
+    raise ConfigError(f"--{name} has no field {error}") from error
   except OSError as error:
-    raise ConfigError(f"--config: {error}") from error
+    raise ConfigError(f"--{name}: {error}") from error
   if rest:
     raise ConfigError(f"{rest[0]!r} is not a flag; see --help")
-  if config.value is None:
-    raise ConfigError("--config is missing; see --help")
-  return build(parts.Config, config.value)
+  if file.value is None:
+    raise ConfigError(f"--{name} is missing; see --help")
+  return build(cls, file.value, name)
 
 
 def _in_full(argument: str) -> str:

@@ -114,8 +114,8 @@ def kernel(op: hlo.Op, experts: int = 0) -> Kernel | None:
   """What a kernel, or what else has no cycles, does; None if not known.
 
   Causal attention: every block of pairs of tokens that is not wholly above the
-  diagonal. Grouped products: see `_grouped`. Gathers and scatters read once
-  what they move, and write it.
+  diagonal, which ends with the last query and the last key. Grouped products:
+  see `_grouped`. Gathers and scatters read once what they move, and write it.
 
   Args:
     op: the call.
@@ -129,15 +129,18 @@ def kernel(op: hlo.Op, experts: int = 0) -> Kernel | None:
     return _grouped(op, experts)
   products = next((n for k, n in _KERNELS.items() if k in op.name), None)
   shapes = re.search(r"operand_layout_constraints=\{(.*)", op.rest)
-  queries = shapes and re.search(r"\b(?:bf16|f32)\[([\d,]+)\]", shapes[1])
-  if products is None or not queries:
+  arrays = re.findall(
+    r"\b(?:bf16|f32)\[([\d,]+)\]", shapes[1] if shapes else ""
+  )
+  if products is None or len(arrays) < 2:
     return None
-  *heads, length, size = (int(n) for n in queries[1].split(","))
+  queries, keys = ([int(n) for n in array.split(",")] for array in arrays[:2])
+  *heads, length, size = queries
   results = re.findall(r"\b(?:bf16|f32)\[([\d,]+)\]", op.shape)
   if any(found.count(",") > len(heads) + 1 for found in results):
     products += 1  # Partial gradients of q come from this kernel too.
-  taken = _causal_share(op.rest)
-  work = 2 * taken * products * math.prod(heads) * length**2 * size
+  pairs = _causal_share(op.rest, length, keys[-2]) * length * keys[-2]
+  work = 2 * products * pairs * math.prod(heads) * size
   return Kernel(flops=work, size=size)
 
 
@@ -178,13 +181,20 @@ def _row_tile(op: hlo.Op, rows: int, groups: int) -> float:
   return rows / max(1, max(numbers, default=0) - groups + 1)
 
 
-def _causal_share(rest: str) -> float:
-  """Pairs of blocks that a kernel takes, of all; half if it names no blocks."""
+def _causal_share(rest: str, queries: int, keys: int) -> float:
+  """Pairs of blocks that a kernel takes, of all; of pairs, if it names none.
+
+  The queries are those of the last keys: new ones behind a cache, or, where
+  devices share a row, the ones that see most.
+  """
+  before = keys - queries
   blocks = re.search(r"\bs8\[\d+,(\d+),(\d+)\]", rest)
   if blocks is None:
-    return 0.5
+    return (before + queries / 2) / keys
   rows, columns = int(blocks[1]), int(blocks[2])
   taken = sum(
-    j * rows < (i + 1) * columns for i in range(rows) for j in range(columns)
+    j * keys * rows < (before * rows + (i + 1) * queries) * columns
+    for i in range(rows)
+    for j in range(columns)
   )
   return taken / (rows * columns)

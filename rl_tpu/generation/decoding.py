@@ -317,7 +317,7 @@ def insert_by_layers(
   """
 
   def one(layer, stack, new):
-    return write(stack, layer, tuple(x[layer] for x in new))
+    return write(stack, layer, jax.tree.map(lambda x: x[layer], new))
 
   cache = [
     jax.lax.fori_loop(0, len(stack[0]), functools.partial(one, new=new), stack)
@@ -350,31 +350,26 @@ def extend(
   """Inserts packed sequences whose caches begin like those of other slots.
 
   Each takes the first entries of its source and computes the rest, if there
-  is a rest. All sources are read before any slot is written. Cost: one copy of
-  a slot's cache a sequence, and the missing tokens against it.
+  is a rest. In each layer all sources are read before any slot is written.
+  Cost: one copy of a slot's cache a sequence, and the missing tokens against
+  it.
   """
   slot, source, shared = packed[:, :_LEAD].T
   tokens = padded_tokens(packed, state.rows.shape[1] - _STOP_IDS)
-  taken = [
-    attention.from_cache(keys[:, source], values[:, source])
-    for keys, values in state.cache
-  ]
+  missing = [(None, None)] * len(state.cache)
   if tokens.shape[1]:
-    row = jnp.arange(tokens.shape[0])[:, None]
-    entry = shared[:, None] + jnp.arange(tokens.shape[1])
-    taken = jax.tree.map(
-      lambda cache, new: cache.at[:, row, entry].set(
-        new.astype(cache.dtype), mode="drop"
-      ),
-      taken,
-      policy.extend(params, tokens, shared, taken),
+    missing = policy.extend(params, tokens, shared, state.cache, source)
+
+  def write(stack, layer, new):
+    taken = tuple(held[layer, source] for held in stack)
+    if tokens.shape[1]:
+      taken = attention.continued(taken, new, shared)
+    return tuple(
+      held.at[layer, slot].set(own, mode="drop")
+      for held, own in zip(stack, taken, strict=True)
     )
-  cache = jax.tree.map(
-    lambda whole, new: whole.at[:, slot].set(new, mode="drop"),
-    state.cache,
-    [attention.as_cache(*stack) for stack in taken],
-  )
-  return DecodeState(cache=cache, rows=_write_rows(state, packed))
+
+  return insert_by_layers(state, missing, packed, write)
 
 
 def _write_rows(

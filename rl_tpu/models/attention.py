@@ -121,8 +121,15 @@ def splash_packed(q, k, v, trajectory_ids, interpret=False):
   )
 
   causal = splash_masks.CausalMask((length, length))
-  kernel: Any = splash.make_splash_mha(
-    splash_masks.MultiHeadMask([causal] * heads),
+  kernel = _kernel(causal, heads, sizes, interpret, parts)
+  q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+  return _by_device(kernel, q, k, v, trajectory_ids, trajectory_ids)
+
+
+def _kernel(mask, heads, sizes, interpret, parts=1) -> Any:
+  """Splash for one row, with the same mask for each head."""
+  return splash.make_splash_mha(
+    splash_masks.MultiHeadMask([mask] * heads),
     head_shards=1,
     q_seq_shards=parts,
     block_sizes=sizes,
@@ -130,11 +137,22 @@ def splash_packed(q, k, v, trajectory_ids, interpret=False):
     residual_checkpoint_name=KEPT,
   )
 
+
+def _by_device(
+  kernel: Any,
+  q: Float[Array, "R H T h"],
+  k: Float[Array, "R K S h"],
+  v: Float[Array, "R K S h"],
+  q_ids: Int[Array, "R T"],
+  kv_ids: Int[Array, "R S"],
+) -> Float[Array, "R T H h"]:
+  """Each device its own rows, heads and queries; as are ids, so they see."""
+
   def local(kernel, q, k, v, q_ids, kv_ids):
     return jax.vmap(kernel)(q, k, v, splash.SegmentIds(q=q_ids, kv=kv_ids))
 
   q = q * (1 / math.sqrt(q.shape[-1]))
-  q, k, v = (checkpoint_name(x.swapaxes(1, 2), KEPT) for x in (q, k, v))
+  q, k, v = (checkpoint_name(x, KEPT) for x in (q, k, v))
   by_device = local
   mesh = jax.sharding.get_abstract_mesh()
   if not mesh.empty:
@@ -152,7 +170,7 @@ def splash_packed(q, k, v, trajectory_ids, interpret=False):
       out_specs=by_heads,
       check_vma=False,
     )
-  mixed: Any = by_device(kernel, q, k, v, trajectory_ids, trajectory_ids)
+  mixed: Any = by_device(kernel, q, k, v, q_ids, kv_ids)
   return mixed.swapaxes(1, 2)
 
 
@@ -160,16 +178,20 @@ def extended(
   q: Float[Array, "S T H h"],
   k: Float[Array, "S T K h"],
   v: Float[Array, "S T K h"],
-  keys: Float[Array, "S C K h"],
-  values: Float[Array, "S C K h"],
+  cache: tuple[Float[Array, "S K _ _"], Float[Array, "S K C h"]],
   starts: Int[Array, " S"],
 ) -> Float[Array, "S T H h"]:
   """Attention of new tokens to a cache's first entries, and causally.
 
-  As many tokens at once as `_SCORES` allows, one part after the other: all
-  scores of a long row would not fit a device.
+  On TPUs by the kernel, where it suits. Elsewhere as many tokens at once as
+  `_SCORES` allows, one part after the other: all scores of a long row would not
+  fit. Cost is linear in T * (C + T).
   """
-  new, cached = q.shape[1], keys.shape[1]
+  new, cached, size = q.shape[1], cache[1].shape[2], q.shape[3]
+  paged_here = paged.suits(size, cache[1].dtype)
+  if paged_here and new % _LANES == 0 and cached % _LANES == 0:
+    return splash_extended(q, k, v, cache, starts)
+  keys, values = from_cache(*cache)
   keys = jnp.concatenate([keys.astype(k.dtype), k], axis=1)
   values = jnp.concatenate([values.astype(v.dtype), v], axis=1)
   entry = jnp.arange(cached + new)
@@ -192,6 +214,28 @@ def extended(
     jnp.arange(0, new, size),
   )
   return parts.swapaxes(0, 1).reshape(q.shape)
+
+
+def splash_extended(q, k, v, cache, starts, interpret=False):
+  """`extended` by the TPU kernel, for caches [S, K, C, h] of keys and values.
+
+  New tokens follow the whole cache; entries that do not count have another id.
+  """
+  new, cached = q.shape[1], cache[1].shape[2]
+  q, *both = (x.swapaxes(1, 2) for x in (q, k, v))
+  k, v = (
+    jnp.concatenate([held, x.astype(held.dtype)], axis=2)
+    for held, x in zip(cache, both, strict=True)
+  )
+  causal = splash_masks.CausalMask((new, cached + new), offset=cached)
+  sizes = splash.BlockSizes(
+    block_q=math.gcd(_BLOCK, new), block_kv=math.gcd(_BLOCK, cached + new)
+  )
+  entry = jnp.arange(cached + new)
+  counted = (entry < starts[:, None]) | (entry >= cached)
+  ids = jnp.zeros((len(starts), new), jnp.int32)
+  kernel = _kernel(causal, q.shape[1], sizes, interpret)
+  return _by_device(kernel, q, k, v, ids, jnp.where(counted, 0, 1))
 
 
 def as_cache(
@@ -218,6 +262,32 @@ def from_cache(
   else:
     keys = jnp.moveaxis(keys, -1, -3)
   return keys, jnp.moveaxis(values, -2, -3)
+
+
+def continued(
+  cache: tuple[Float[Array, "S K _ _"], Float[Array, "S K C h"]],
+  new: tuple[Float[Array, "S T K h"], Float[Array, "S T K h"]],
+  starts: Int[Array, " S"],
+) -> tuple[Float[Array, "S K _ _"], Float[Array, "S K C h"]]:
+  """A cache with new entries from `starts` on, without those beyond its end."""
+  by_entry = paged.suits(cache[1].shape[-1], cache[1].dtype)
+  axes = (2 if by_entry else 3, 2)
+  keys, values = (
+    _continued(held, own.astype(held.dtype), starts, axis)
+    for held, own, axis in zip(cache, as_cache(*new), axes, strict=True)
+  )
+  return keys, values
+
+
+def _continued(held, new, starts, axis):
+  room = [(0, 0)] * held.ndim
+  room[axis] = (0, new.shape[axis])
+
+  def put(held, new, start):
+    return jax.lax.dynamic_update_slice_in_dim(held, new, start, axis - 1)
+
+  whole = jax.vmap(put)(jnp.pad(held, room), new, starts)
+  return jax.lax.slice_in_dim(whole, 0, held.shape[axis], axis=axis)
 
 
 def one_token(

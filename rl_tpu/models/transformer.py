@@ -580,17 +580,23 @@ class Policy:
     tokens: Int[Array, "S T"],
     starts: Int[Array, " S"],
     cache: Stacks,
+    sources: Int[Array, " S"],
   ) -> Stacks:
-    """Keys and values of tokens that continue a cache, right-padded.
+    """Keys and values, [l, S, T, K, h], of tokens that continue a cache.
 
-    Both are [l, S, entries, K, h]. Row s goes on at position starts[s]; the
-    entries before it count. Cost is linear in S * T * (C + T).
+    Row s, right-padded, goes on at position starts[s] behind as many entries of
+    slot sources[s] of a decode cache. Slots are taken layer by layer: where a
+    mesh splits them, its devices exchange one layer of them at a time. Cost is
+    linear in S * T * (C + T).
     """
     positions = starts[:, None] + jnp.arange(tokens.shape[1])
 
     def attend(layer, q, k, v):
-      keys, values = layer
-      return attention.extended(q, k, v, keys, values, starts)
+      keys, values = (
+        sharding.constrain(held[sources], "slots", "kv_heads", None, None)
+        for held in layer
+      )
+      return attention.extended(q, k, v, (keys, values), starts)
 
     x = self._embed(params, tokens, "slots")
     _, new, _ = self._layers(params, x, positions, attend, cache)

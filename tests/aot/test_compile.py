@@ -258,7 +258,7 @@ def test_what_the_compiler_allows_is_products_at_its_rate_and_kernels():
   kernel = (
     "  %splash_mha_fwd.1 = f32[8]{0} custom-call(%p.5), "
     'custom_call_target="tpu_custom_call", '
-    f"operand_layout_constraints={{{sizes}}}\n  %multiply.5"
+    f"operand_layout_constraints={{{sizes}, {sizes}}}\n  %multiply.5"
   )
   text = text.replace("  %multiply.5", kernel)
   operations = {"ideal_flops": 5e9, "ideal_attention": 1e9}

@@ -195,8 +195,8 @@ ENTRY %main (p.3: f32[8], i: s32[]) -> f32[8] {
   assert hlo.read(text, cheap_branches=True).cycles == 2
 
 
-def kernel(name, queries, blocks="4,4"):
-  shapes = f"s8[1,{blocks}]{{2,1,0}}, {queries}"
+def kernel(name, queries, blocks="4,4", keys="bf16[2,256,128]{2,1,0}"):
+  shapes = f"s8[1,{blocks}]{{2,1,0}}, {queries}, {keys}"
   text = f"(), operand_layout_constraints={{{shapes}}}, x=1"
   return hlo.Op(
     name=name,
@@ -223,6 +223,14 @@ def test_a_kernel_takes_all_blocks_that_are_not_above_the_diagonal():
   two = flops.kernel(kernel("splash_mha_fwd", batched))
   assert two is not None and two.flops == 2 * known.flops
   assert flops.kernel(kernel("another", queries)) is None
+
+
+def test_queries_behind_a_cache_see_all_of_it():
+  keys = "bf16[2,768,128]{2,1,0}"
+  queries = "bf16[4,256,128]{2,1,0}"
+  every = 2 * 4 * 256 * 768 * 128
+  named = flops.kernel(kernel("splash_mha_fwd", queries, "2,6", keys))
+  assert named is not None and named.flops == 2 * every * 11 / 12
 
 
 def test_decoding_reads_every_page_and_cores_share_the_wait():

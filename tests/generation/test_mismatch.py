@@ -154,10 +154,11 @@ def test_every_path_attends_to_the_same_rounded_entries(grid):
   ((keys, values),) = policy.prefill(params, tokens)
   for entries in (keys, values):
     assert np.array_equal(quantization.snap_cache(entries, grid), entries)
-  one = policy.extend(params, tokens[:, 4:], jnp.array([4]), [(keys, values)])
+  cache = [attention.as_cache(keys, values)]
+  at, source = jnp.array([4]), jnp.array([0])
+  one = policy.extend(params, tokens[:, 4:], at, cache, source)
   for whole, rest in zip((keys, values), one[0], strict=True):
     np.testing.assert_allclose(whole[:, :, 4:], rest, atol=1e-5)
-  cache = [attention.as_cache(keys, values)]
   for position in (0, 4, 8):
     seen = jnp.arange(9)[None] < position
     at = jnp.array([position])

@@ -60,19 +60,57 @@ def test_on_a_cpu_there_is_no_tpu():
     assert not sharding.on_tpu()
 
 
+STARTS = jnp.array([0, 17])
+
+
+def continuation(length=24, kv_heads=2):
+  """Queries, keys and values of new tokens, then a cache's keys and values."""
+  keys = jax.random.split(jax.random.key(0), 5)
+  heads = (4, *[kv_heads] * 4)
+  return [
+    jax.random.normal(key, (2, length, n, 128))
+    for key, n in zip(keys, heads, strict=True)
+  ]
+
+
 def test_new_tokens_see_the_same_however_many_are_scored_at_once(monkeypatch):
-  keys, values, cached_keys, cached_values = (
-    jax.random.normal(key, (2, 24, 2, 128))
-    for key in jax.random.split(jax.random.key(0), 4)
-  )
-  q = jax.random.normal(jax.random.key(1), (2, 24, 4, 128))
-  arrays = (q, keys, values, cached_keys, cached_values, jnp.array([0, 17]))
-  at_once = attention.extended(*arrays)
+  q, k, v, *held = continuation()
+  arrays = (k, v, attention.as_cache(*held), STARTS)
+  at_once = attention.extended(q, *arrays)
   monkeypatch.setattr(attention, "_SCORES", 7 * 48)
-  np.testing.assert_allclose(attention.extended(*arrays), at_once, atol=1e-5)
-  q = q.at[:, 6:].set(0)
-  parts = attention.extended(q, *arrays[1:])
+  np.testing.assert_allclose(attention.extended(q, *arrays), at_once, atol=1e-5)
+  parts = attention.extended(q.at[:, 6:].set(0), *arrays)
   np.testing.assert_allclose(parts[:, :6], at_once[:, :6], atol=1e-5)
+
+
+@pytest.mark.parametrize("mesh_shape", [None, {"fsdp": 2, "tensor": 2}])
+def test_the_tpu_kernel_continues_a_cache_as_plain_attention_does(mesh_shape):
+  q, k, v, *held = continuation(length=256)
+  starts = jnp.array([0, 130])
+  plain = attention.extended(q, k, v, attention.as_cache(*held), starts)
+  by_head = [x.swapaxes(1, 2) for x in held]
+
+  def kernel(q, k, v):
+    return attention.splash_extended(q, k, v, by_head, starts, interpret=True)
+
+  if mesh_shape is None:
+    got = kernel(q, k, v)
+  else:
+    shape = sharding.MeshShape(**mesh_shape)
+    with jax.set_mesh(sharding.make_mesh(shape, jax.devices())):
+      got = jax.jit(kernel)(q, k, v)
+  np.testing.assert_allclose(got, plain, atol=1e-4)
+
+
+def test_what_continues_a_cache_lies_behind_what_counts_and_ends_with_it():
+  _, k, v, keys, values = continuation()
+  got = attention.from_cache(
+    *attention.continued(attention.as_cache(keys, values), (k, v), STARTS)
+  )
+  for whole, held, new in zip(got, (keys, values), (k, v), strict=True):
+    np.testing.assert_array_equal(whole[0], new[0])
+    np.testing.assert_array_equal(whole[1, :17], held[1, :17])
+    np.testing.assert_array_equal(whole[1, 17:], new[1, :7])
 
 
 def test_one_token_sees_several_caches_as_one():

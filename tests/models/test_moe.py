@@ -253,8 +253,10 @@ def test_cached_decode_equals_the_full_forward():
   got, *_ = policy.decode(params, own, lengths, [(cache, seen)])
   np.testing.assert_allclose(got, expected[jnp.arange(3), lengths], atol=1e-4)
   # Tokens 4 to 8 continue a cache that holds the first four.
-  first = [(keys[:, :, :4], values[:, :, :4])]
-  (rest,) = policy.extend(params, tokens[:, 4:], jnp.full(3, 4), first)
+  first = [attention.as_cache(keys[:, :, :4], values[:, :, :4])]
+  (rest,) = policy.extend(
+    params, tokens[:, 4:], jnp.full(3, 4), first, jnp.arange(3)
+  )
   assert_close(rest, (keys[:, :, 4:], values[:, :, 4:]))
 
 

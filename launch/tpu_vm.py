@@ -134,6 +134,7 @@ def _script(plan: Plan, role: str, index: int, command: tuple[str, ...]) -> str:
     "mount": settings.mount,
     "nfs": settings.nfs,
     "state": _state(plan),
+    "mark": "/var/lib/rl_tpu",
     "image": settings.image,
     "port": settings.port,
     "restarts": settings.restarts,

@@ -36,10 +36,8 @@ RUNS = {
 """What is launched where; generators of v5e have two hosts with xpk."""
 CHANGES = [
   {},
-  {"spot": True},
-  {"reservation": "res-1"},
-  {"service_account": "someone@my-project.iam"},
-  {"context": "my-context"},
+  {"spot": True, "context": "my-context"},
+  {"reservation": "res-1", "service_account": "someone@my-project.iam"},
 ]
 
 

@@ -16,10 +16,10 @@ import posixpath
 import shlex
 import subprocess
 
-from launch.plan import MOST_ON_A_HOST, ROOT, Plan, Slices, make
+from launch.plan import ROOT, Plan, Slices, make
 from launch.steps import Step
 
-__all__ = ["MOST_ON_A_HOST", "NEEDS", "logs", "make", "start", "status", "stop"]
+__all__ = ["NEEDS", "logs", "make", "outcome", "start", "status", "stop"]
 
 NEEDS = ("project", "zone", "image", "nfs", "token_file")
 RUNTIMES = {

@@ -8,7 +8,6 @@ import os
 import pathlib
 import re
 import subprocess
-import sys
 
 import launching
 import pytest
@@ -17,8 +16,6 @@ import yaml
 from launch import backends, steps, tpu_vm
 
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module")
-
-SHELLCHECK = pathlib.Path(sys.executable).parent / "shellcheck"
 
 DOCKER = """
 case "$1" in
@@ -193,7 +190,7 @@ def test_the_script_of_all_steps_passes_shellcheck(tmp_path):
     texts += [text for step in sent for _, text in step.files]
     for text in texts:
       checked = subprocess.run(
-        [SHELLCHECK, "-"], input=text, capture_output=True, text=True
+        [launching.SHELLCHECK, "-"], input=text, capture_output=True, text=True
       )
       assert checked.returncode == 0, checked.stdout
 
@@ -202,7 +199,7 @@ def test_our_own_scripts_pass_shellcheck():
   root = pathlib.Path(launching.ROOT)
   scripts = ["quickstart.sh", "test.sh", "venv.sh"]
   done = subprocess.run(
-    [SHELLCHECK, "--shell=bash", "--external-sources", *scripts],
+    [launching.SHELLCHECK, "--shell=bash", "--external-sources", *scripts],
     cwd=root / "launch",
     capture_output=True,
     text=True,

@@ -7,8 +7,11 @@ A model of 0.1M parameters learns to spell words backward ('hello=' -> 'olleh').
 It first imitates demonstrations whose last batches are partly wrong, so that it
 knows the answer but seldom samples it; then decoupled PPO (AReaL) trains it
 while a generator keeps sampling, at most `max_staleness` versions behind.
-SCHEDULE is async (default), sync or lockstep(n).
+SCHEDULE is async (default), sync or lockstep(n). What `sweep` adds is run by
+`python -m launch local --sweep`, see launch/README.md.
 """
+
+from collections.abc import Callable
 
 import ml_collections
 
@@ -57,3 +60,10 @@ def get_config(schedule: str = "async") -> ml_collections.ConfigDict:
       warm_start=sft.Config(batches=325, wrong_batches=25, wrong_fraction=0.4),
     )
   )
+
+
+def sweep(add: Callable[..., None]) -> None:
+  """The runs of the README's table."""
+  for seed in range(3):
+    for schedule in ("async", "sync"):
+      add(seed=seed, schedule=schedule)

@@ -36,6 +36,7 @@ def main(arguments: list[str]) -> int:
   parser = _parser()
   options, flags = parser.parse_known_args(arguments)
   settings = [flag for flag in flags if flag.startswith("--settings")]
+  settings.sort(key=lambda flag: not flag.startswith("--settings="))
   flags = [flag for flag in flags if not flag.startswith("--settings")]
   try:
     if options.backend == "local":

@@ -15,11 +15,11 @@ from typing import Any
 
 import yaml
 
-from launch.plan import MOST_ON_A_HOST, Plan, Slices, addresses, make
+from launch.plan import Plan, Slices, addresses, make
 from launch.settings import Settings
 from launch.steps import Step
 
-__all__ = ["MOST_ON_A_HOST", "NEEDS", "logs", "make", "start", "status", "stop"]
+__all__ = ["NEEDS", "logs", "make", "outcome", "start", "status", "stop"]
 
 NEEDS = ("image", "nfs|bucket", "token_secret")
 ACCELERATORS = {

@@ -16,10 +16,10 @@ import posixpath
 import shlex
 import subprocess
 
-from launch.plan import MOST_ON_A_HOST, ROOT, Plan, Slices, make
+from launch.plan import ROOT, Plan, Slices, make
 from launch.steps import Step
 
-__all__ = ["MOST_ON_A_HOST", "NEEDS", "logs", "make", "start", "status", "stop"]
+__all__ = ["NEEDS", "logs", "make", "outcome", "start", "status", "stop"]
 
 NEEDS = ("project", "zone", "image", "nfs", "token_file")
 RUNTIMES = {
@@ -134,6 +134,7 @@ def _script(plan: Plan, role: str, index: int, command: tuple[str, ...]) -> str:
     "mount": settings.mount,
     "nfs": settings.nfs,
     "state": _state(plan),
+    "mark": "/var/lib/rl_tpu",
     "image": settings.image,
     "port": settings.port,
     "restarts": settings.restarts,

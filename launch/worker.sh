@@ -1,6 +1,6 @@
 # The startup script of every worker, after what is set above it:
-# role, index, generators, mount, nfs, state, image, port, restarts, grace,
-# command.
+# role, index, generators, mount, nfs, state, mark, image, port, restarts,
+# grace, command.
 # The machine runs it at every boot, so after maintenance the run goes on.
 set -euo pipefail
 
@@ -9,8 +9,7 @@ ask() {
     "http://metadata.google.internal/computeMetadata/v1/instance/$1"
 }
 
-mark=/var/lib/rl_tpu # Of this machine: what it has been through already.
-mkdir -p "$mark"
+mkdir -p "$mark" # Of this machine: what it has been through already.
 if [ -e "$mark/ended" ]; then
   exit 0
 fi

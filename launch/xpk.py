@@ -10,12 +10,13 @@ Only the trainer's workload ends by itself: `stop` deletes all of them.
 
 import shlex
 import subprocess
+from collections.abc import Sequence
 
 from launch import gke
-from launch.plan import Plan, Slices, addresses, make
+from launch import plan as plans
+from launch.plan import Plan, Slices, addresses
+from launch.settings import Settings
 from launch.steps import Step
-
-__all__ = ["MOST_ON_A_HOST", "NEEDS", "logs", "make", "start", "status", "stop"]
 
 NEEDS = ("project", "zone", "cluster", "image", "storage", "token_file")
 MOST_ON_A_HOST = {"v5e": 1, "v5p": 4, "v6e": 4}
@@ -26,6 +27,15 @@ _JOB = "slice-job"
 _RETRIED = "1"
 """Exit code of a process that failed; XPK itself tries 127 to 255 again, but
 not 2, which is what the run refuses."""
+
+
+def make(settings: Settings, flags: Sequence[str]) -> Plan:
+  """Plans a run on XPK's machines.
+
+  Raises:
+    ConfigError: the run cannot be launched so; says why.
+  """
+  return plans.make(settings, flags, MOST_ON_A_HOST)
 
 
 def start(plan: Plan) -> list[Step]:

@@ -6,6 +6,8 @@ shows what it takes, on a CPU; the report lies beside this file. Contexts of
 4096 tokens, batches of 128 prompts of 8 trajectories in 4 minibatches.
 """
 
+from collections.abc import Callable
+
 import ml_collections
 
 from rl_tpu import algorithms, envs, learner, parts, sft, sharding, topology
@@ -52,3 +54,9 @@ def get_config() -> ml_collections.ConfigDict:
       compile=topology.Config(topology="v5e:4x4", generator_topology="v5e:2x4"),
     )
   )
+
+
+def sweep(add: Callable[..., None]) -> None:
+  """What does the staleness limit cost in reward?"""
+  for limit in (1, 2, 4, 8):
+    add(max_staleness=limit)

@@ -9,6 +9,7 @@ from launch.settings import Settings
 from rl_tpu.config import build
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+SHELLCHECK = pathlib.Path(sys.executable).parent / "shellcheck"
 POD = f"--config={ROOT}/experiments/pods/qwen3_1p7b_v5e16.py"
 TWO_SLICES = (POD, "--slices=2", "--config.devices.trainer.data=2")
 """A trainer of 2 slices of v5e:4x4, 4 hosts each; generators of v5e:2x4."""

@@ -6,10 +6,10 @@ FUNCTION is `module:name`, or `path/to/file.py:name`, whose folder may be
 imported from. First of all it says whether that is there: `{"ready": ...}`, or
 `{"refused": ...}`, after which it ends. Then it reads a JSON list of arguments
 a line from stdin and writes a JSON object a line to what was stdout:
-`{"value": ...}`, or `{"raised": ...}`; NumPy's numbers are numbers. It ends when
-stdin does, so that it does not outlive whoever it works for; should it hang
-then, its own alarm ends it. Nothing here imports JAX: a worker starts in the
-time that its function's module takes.
+`{"value": ...}`, or `{"raised": ...}`; NumPy's numbers are numbers. It ends
+when stdin does, so that it does not outlive whoever it works for; should it
+hang then, its own alarm ends it. Nothing here imports JAX: a worker starts in
+the time that its function's module takes.
 """
 
 import importlib

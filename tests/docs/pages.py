@@ -1,8 +1,8 @@
 """What a page of the documentation asks its reader to do.
 
-A fenced block of `python` after `<!-- file: PATH -->` is a file to write. An
-indented block, or a fenced one of `bash`, holds commands. What else is indented
-must be named in `PROSE`, so that no command passes for text.
+A fenced block of `python` after `<!-- file: PATH -->` is a file to write. A
+block indented by four or more, or a fenced one of `bash`, holds commands. What
+else is indented must be named in `PROSE`, so that no command passes for text.
 """
 
 import dataclasses
@@ -76,18 +76,12 @@ def steps(text: str) -> list[File | Command]:
       while end < len(lines) and lines[end].strip():
         end += 1
       block = [line.strip() for line in lines[at:end]]
-      if not block[0].startswith(PROSE) and not _continues(lines, at):
+      if not block[0].startswith(PROSE):
         found += commands(block)
       at = end
       continue
     at += 1
   return found
-
-
-def _continues(lines: list[str], at: int) -> bool:
-  """Whether an indented line goes on with an item of a list, as text."""
-  listed = any(re.match(r"(\d+\.|-) ", line) for line in lines[:at])
-  return listed and len(lines[at]) - len(lines[at].lstrip()) < 6
 
 
 def commands(block: list[str]) -> list[Command]:

@@ -114,6 +114,8 @@ Text.
 
        head z
 
+    sed w
+
 <!-- file: a/b.py -->
 ```python
 x = 1
@@ -130,6 +132,7 @@ def test_a_page_is_read_as_files_and_commands():
     pages.Command("python -m x --a=1 --b=2"),
     pages.Command("bash y"),
     pages.Command("head z"),
+    pages.Command("sed w"),
     pages.File("a/b.py", "x = 1\n"),
   ]
 

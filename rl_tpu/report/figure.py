@@ -60,6 +60,8 @@ def plot(directory: str | os.PathLike) -> pathlib.Path:
 
 
 def _plot_reward(axes, rows: list[metrics.Row]) -> None:
+  """Rewards of a task of one's own may lie outside [0, 1]."""
+  shown = [0.0, 1.0]
   for name, label, style in (
     ("reward", "training reward", {"color": "#4477aa", "linewidth": 1}),
     (
@@ -69,8 +71,10 @@ def _plot_reward(axes, rows: list[metrics.Row]) -> None:
     ),
   ):
     points = [(row["batch"], row[name]) for row in rows if name in row]
+    shown += [value for _, value in points]
     axes.plot(*zip(*points, strict=True), label=label, **style)
-  axes.set(xlabel="batch", ylabel="share of right answers", ylim=(0, 1))
+  limits = (min(shown), max(shown))
+  axes.set(xlabel="batch", ylabel="mean reward", ylim=limits)
   axes.legend(loc="lower right", frameon=False)
 
 
@@ -95,7 +99,8 @@ def _plot_timeline(axes, events: list[dict]) -> None:
   trained = sorted(end for _, kind, _, end in bars if kind == "train")
   first = max((len(trained) - _BATCHES_SHOWN) // 2, 0)
   last = min(first + _BATCHES_SHOWN, len(trained) - 1)
-  start, end = trained[first], trained[last]
+  start = trained[first] if first < last else 0.0
+  end = trained[last]
   parts = ("learner", "generator")
   seen = []
   for part, kind, since, until in bars:

@@ -29,7 +29,7 @@ from rl_tpu.types import Group, Prompt, Request, Sampling, StopReason
 from rl_tpu.virtual import clock
 from rl_tpu.virtual.config import Service
 from rl_tpu.virtual.environment import VirtualEnvironment
-from rl_tpu.virtual.fleet import KINDS, Fleet, VirtualGenerator
+from rl_tpu.virtual.fleet import KINDS, Fleet, Interval, VirtualGenerator
 
 _ENDLESS = 10**9
 """Batches that the actor works for: the simulation ends amid its work, so that
@@ -177,6 +177,8 @@ class Outcome:
   generators: int
   refused_groups: int
   """Too stale when they were to be consumed."""
+  intervals: tuple[tuple[Interval, ...], ...]
+  """Of each generator, the warm-up's included."""
 
   @property
   def seconds(self) -> float:
@@ -304,6 +306,9 @@ class _Pod:
       generator_seconds={kind: after[kind] - before[kind] for kind in after},
       generators=settings.generators,
       refused_groups=self._buffer.counts["groups_refused"],
+      intervals=tuple(
+        tuple(generator.intervals) for generator in self._fleet.generators
+      ),
     )
 
   async def _learn(self, version: int) -> Batch:

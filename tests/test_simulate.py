@@ -168,6 +168,16 @@ def test_shares_are_those_after_the_warm_up(pod):
   assert figures["slots_used_share"] == pytest.approx(1)
 
 
+def test_intervals_are_what_the_generators_seconds_are_made_of(pod):
+  found = outcome(pod(slots=4, simulated=LONG_TAIL | {"warm_up": 0}))
+  assert {i.kind for i in found.intervals[0]} > {"decode", "recompute", "swap"}
+  for kind in ("decode", "prefill", "recompute", "swap"):
+    spent = sum(i.end - i.start for i in found.intervals[0] if i.kind == kind)
+    assert spent == pytest.approx(found.generator_seconds[kind])
+  for before, after in itertools.pairwise(found.intervals[0]):
+    assert before.end <= after.start
+
+
 def test_members_of_a_group_have_lengths_of_their_own(pod):
   lengths = Distribution(kind="lognormal", mean=16, sigma=0.5, least=1)
   found = outcome(

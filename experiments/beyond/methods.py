@@ -34,7 +34,7 @@ METHODS = {
 PARENTS = {"AReaL + SC": "AReaL", "SAO + SC": "SAO"}
 """What centering is added to."""
 CRITIC = critic.Config(
-  learning_rate=2e-3, warmup_minibatches=10, pretraining_batches=20
+  learning_rate=2e-3, warmup_minibatches=10, pretraining_batches=10
 )
 
 

@@ -21,7 +21,7 @@ import dataclasses
 import heapq
 import math
 from collections.abc import Callable, Iterator
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -32,11 +32,25 @@ KINDS = ("idle", "decode", "prefill", "recompute", "swap", "slots")
 """What a generator's time goes to; `slots` is not a kind of its own but the
 time of decoding weighted by the share of slots in use."""
 
+_MOST_INTERVALS = 100_000
+"""Kept of one generator; the oldest are dropped."""
 _FUZZ = 1e-6
 """Of a step; what is closer to a step's end than this is at its end."""
 
 Length = Callable[[Request], tuple[int, StopReason]]
 """How many tokens a request will get, and why it will end."""
+
+
+class Interval(NamedTuple):
+  """What a generator did for a while; it was idle in between."""
+
+  start: float
+  """In virtual seconds."""
+  end: float
+  kind: str
+  """Of KINDS, neither `idle` nor `slots`."""
+  running: int
+  """Sequences that had slots."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -98,6 +112,7 @@ class VirtualGenerator:
     self._change: asyncio.Future[None] | None = None
     self._seconds: dict[str, float] = {kind: 0.0 for kind in KINDS}
     self._kind, self._since = "idle", 0.0
+    self.intervals = collections.deque[Interval](maxlen=_MOST_INTERVALS)
 
   @property
   def load(self) -> int:
@@ -257,6 +272,9 @@ class VirtualGenerator:
   def _turn_to(self, kind: str) -> None:
     """Books the time up to now; what follows is of `kind`."""
     now = asyncio.get_running_loop().time()
+    if now > self._since and self._kind != "idle":
+      running = len(self._running)
+      self.intervals.append(Interval(self._since, now, self._kind, running))
     elapsed, self._since = now - self._since, now
     self._seconds[self._kind] += elapsed
     if self._kind == "decode":

@@ -35,25 +35,37 @@ TEN = tuple(METHODS)[:10]
 """Of Fig. 1."""
 
 
-def set_method(
-  config: ml_collections.ConfigDict,
-  method: str,
-  *,
-  top_k: int = TOP_K,
-  baseline: str = "group_mean",
-) -> None:
-  """Gives a config one of METHODS, and its generator the head it needs.
+def loss(
+  method: str, top_k: int = TOP_K, baseline: str = "group_mean"
+) -> tuple[str, dict[str, Any]]:
+  """Name and fields of a method's loss.
 
   Args:
-    config: changed in place.
     method: of METHODS.
     top_k: size of the head where scores are centered; 0: the whole vocabulary.
     baseline: of the advantages, see `ops.outcome_advantages`.
   """
   name, fields = METHODS[method]
   fields = fields | {"baseline": baseline}
-  config.engine.behavior_top_k = 0
-  if name == _CENTERING and fields.get("centering", True):
+  if is_centered(method):
     fields["top_k"] = top_k
-    config.engine.behavior_top_k = top_k or config.model.vocab_size
+  return name, fields
+
+
+def is_centered(method: str) -> bool:
+  """Whether its generator must keep a head."""
+  name, fields = METHODS[method]
+  return name == _CENTERING and fields.get("centering", True)
+
+
+def set_method(
+  config: ml_collections.ConfigDict,
+  method: str,
+  top_k: int = TOP_K,
+  baseline: str = "group_mean",
+) -> None:
+  """Gives a config a method, see `loss`, and its generator the head."""
+  name, fields = loss(method, top_k, baseline)
+  head = (top_k or config.model.vocab_size) if is_centered(method) else 0
+  config.engine.behavior_top_k = head
   training.set_loss(config, name, **fields)

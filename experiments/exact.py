@@ -91,10 +91,12 @@ def push(
   ratios: Float[Array, " n"],
   advantage: float,
   moved: float = 1.0,
+  beside: Float[Array, " n"] | float = 1.0,
 ) -> Float[Array, " n"]:
   """How a loss pushes a token's log-probability, by target/behavior.
 
   Minus the loss's derivative, for one token whose behavior probability is 0.1.
+  Its trajectory has one more token, whose advantage is 0.
 
   Args:
     module: of the loss, in `rl_tpu.algorithms`.
@@ -102,7 +104,9 @@ def push(
     ratios: target/behavior.
     advantage: of the token.
     moved: proximal/behavior.
+    beside: target/behavior of the other token.
   """
+  other = jnp.broadcast_to(jnp.log(0.1 * jnp.asarray(beside)), ratios.shape)
 
   def total(target_logp):
     logits = jnp.zeros((len(ratios), 2))
@@ -111,7 +115,9 @@ def push(
     behavior = jnp.full_like(outputs.target_logp, jnp.log(0.1))
     outputs = dataclasses.replace(
       outputs,
-      target_logp=behavior.at[:, 1].set(target_logp),
+      target_logp=behavior.at[:, 1:].set(
+        jnp.stack([target_logp, other], axis=1)
+      ),
       proximal_logp=behavior + jnp.log(moved),
     )
     batch = dataclasses.replace(batch, behavior_logp=behavior)

@@ -14,14 +14,22 @@ from typing import Any
 import ml_collections
 import rich.console
 
-from rl_tpu import metrics, parts, train
-from rl_tpu.config import build
+from rl_tpu import algorithms, metrics, parts, train
+from rl_tpu.config import Choice, build, to_config_dict
 from rl_tpu.figures import Row
 from rl_tpu.view import View
 
 COLLAPSE_BATCHES, COLLAPSE_SHARE = 10, 0.5
 """A run has collapsed when its reward was below half its peak for ten batches
 in a row: the rule by which Score Centering's authors stop runs."""
+
+
+def set_loss(
+  config: ml_collections.ConfigDict, name: str, **fields: Any
+) -> None:
+  """Gives a config another loss, by its name in `rl_tpu.algorithms`."""
+  loss = algorithms.get(name).Config(**fields)
+  config.algorithm = to_config_dict(Choice(name=name, config=loss))
 
 
 def train_in(

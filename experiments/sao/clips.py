@@ -43,7 +43,7 @@ def measure(cell: Cell, scale: str) -> list[Row]:
   """Means over every twelfth of the run."""
   config = tasks.tool_task(cell["seed"], LAG, scale)
   fields = CLIPS[cell["clip"]]
-  tasks.set_loss(
+  training.set_loss(
     config, "score_centering", centering=False, baseline="batch", **fields
   )
   return training.rows_of(config, COLUMNS, max(config.batches // 12, 1))

@@ -41,9 +41,9 @@ def measure(cell: Cell, scale: str) -> list[Row]:
   config = tasks.tool_task(cell["seed"], LAG, scale)
   fields = ARMS[cell["arm"]]
   if fields is not None:
-    tasks.set_loss(config, "sao", band="math", **fields)
+    training.set_loss(config, "sao", band="math", **fields)
   elif cell["arm"] == "VAPO":
-    tasks.set_loss(config, "vapo")
+    training.set_loss(config, "vapo")
   else:
     tasks.set_method(config, "running mean")
   return training.rows_of(config, COLUMNS, max(config.batches // 12, 1))

@@ -29,7 +29,7 @@ def cells(scale: str) -> list[Cell]:
 def measure(cell: Cell, scale: str) -> list[Row]:
   """Means over every twelfth of the run."""
   config = tasks.tool_task(cell["seed"], LAG, scale)
-  tasks.set_loss(config, "sao", band="math", level=cell["level"])
+  training.set_loss(config, "sao", band="math", level=cell["level"])
   return training.rows_of(config, COLUMNS, max(config.batches // 12, 1))
 
 

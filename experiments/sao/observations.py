@@ -36,7 +36,7 @@ def cells(scale: str) -> list[Cell]:
 def measure(cell: Cell, scale: str) -> list[Row]:
   """Means over every twelfth of the run."""
   config = tasks.tool_task(cell["seed"], LAG, scale)
-  tasks.set_loss(
+  training.set_loss(
     config,
     "sao",
     band="math",

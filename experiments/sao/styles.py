@@ -43,7 +43,7 @@ def measure(cell: Cell, scale: str) -> list[Row]:
   config.evaluation.every = 0
   config.learner.learning_rate = 1e-3
   if cell["method"] == "running mean of all":
-    tasks.set_loss(config, "running_mean", scope="global")
+    training.set_loss(config, "running_mean", scope="global")
   else:
     tasks.set_method(config, cell["method"])
   return training.rows_of(config, COLUMNS, max(batches // 24, 1))

@@ -6,13 +6,10 @@ number of versions stale, so that a run is the same to the last bit. Methods
 differ in the loss alone and see as many trajectories.
 """
 
-from typing import Any
-
 import ml_collections
 
+from experiments import training
 from experiments.agents import tool_arithmetic
-from rl_tpu import algorithms
-from rl_tpu.config import Choice, to_config_dict
 
 GRPO_SHAPE = {"groups_per_batch": 16, "group_size": 8}
 """The paper's: 16 prompts of 8 members in place of 128 of one."""
@@ -32,14 +29,6 @@ def tool_task(seed: int, lag: int, scale: str) -> ml_collections.ConfigDict:
   return config
 
 
-def set_loss(
-  config: ml_collections.ConfigDict, name: str, **fields: Any
-) -> None:
-  """Gives a config another loss."""
-  loss = algorithms.get(name).Config(**fields)
-  config.algorithm = to_config_dict(Choice(name=name, config=loss))
-
-
 def set_method(config: ml_collections.ConfigDict, method: str) -> None:
   """Gives SAO's config one of the paper's arms.
 
@@ -53,16 +42,16 @@ def set_method(config: ml_collections.ConfigDict, method: str) -> None:
   """
   mask = {"correction": "mask", "low": 0.7, "high": 6.0, "centering": False}
   if method == "SAO":
-    set_loss(config, "sao", band="math")
+    training.set_loss(config, "sao", band="math")
   elif method == "GRPO":
     config.update(GRPO_SHAPE)
-    set_loss(config, "grpo", clip_high=0.28)
+    training.set_loss(config, "grpo", clip_high=0.28)
   elif method == "GRPO+DIS":
     config.update(GRPO_SHAPE)
-    set_loss(config, "score_centering", baseline="group", **mask)
+    training.set_loss(config, "score_centering", baseline="group", **mask)
   elif method == "DIS only":
-    set_loss(config, "score_centering", baseline="batch", **mask)
+    training.set_loss(config, "score_centering", baseline="batch", **mask)
   elif method == "running mean":
-    set_loss(config, "running_mean", scope="prompt")
+    training.set_loss(config, "running_mean", scope="prompt")
   else:
     raise ValueError(f"method is {method!r}; see experiments/sao/tasks.py")

@@ -1,0 +1,165 @@
+"""Score Centering's studies: their problem, their judges, the paper's runs."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.score_centering import (
+  coin,
+  corrections,
+  grids,
+  methods,
+  online_offline,
+  top_k,
+)
+from rl_tpu import algorithms, parts
+from rl_tpu.config import build
+from rl_tpu.models import quantization
+
+
+def curve(method, steps, **mismatch):
+  name, fields = methods.loss(method, top_k=0)
+  module = algorithms.get(name)
+  return coin.run(
+    module,
+    module.Config(**fields),
+    quantization.Config(**mismatch),
+    jnp.asarray(1),
+    steps,
+  )
+
+
+def test_centering_changes_nothing_where_the_sampler_is_the_policy():
+  plain, centered = curve("PG", 6), curve("SC", 6)
+  assert not plain.engine_mismatch.any()
+  np.testing.assert_allclose(plain.entropy, centered.entropy, rtol=1e-5)
+  assert plain.entropy[0] != plain.entropy[-1]
+
+
+def test_an_old_sampler_differs_until_it_takes_the_weights_over():
+  gaps = curve("SC", 7, refresh_period=3).engine_mismatch
+  assert [bool(gap > 0) for gap in gaps] == [0, 1, 1, 0, 1, 1, 0]
+
+
+def test_a_rounded_or_noisy_sampler_differs_from_the_first_step_on():
+  for mismatch in ({"weights": "int4"}, {"kv": "int4"}, {"weight_noise": 0.1}):
+    assert curve("SC", 1, **mismatch).engine_mismatch[0] > 0.01
+
+
+def grid_rows(final):
+  """Rows that rise to 0.9 and end where `final(setting, method)` says."""
+  return [
+    cell
+    | {"seed": seed, "batch": batch, "entropy": 1.0, "engine_mismatch": 0.1}
+    | {"reward": reward}
+    for cell in grids.cells("cpu")
+    for seed in range(3)
+    for batch, reward in (
+      (1, 0.9),
+      (2, final(cell["setting"], cell["method"]) + 0.001 * seed),
+    )
+  ]
+
+
+def as_in_the_paper(setting, method):
+  if setting == "fp8, fp8 cache":
+    return 0.88
+  if setting == "64 steps old":
+    return {"SC": 0.86, "TIS+SC": 0.88, "MIS+SC": 0.88}.get(method, 0.5)
+  if method in grids.CENTERED:
+    return 0.88
+  return {"noise 0.1": 0.7, "noise 0.2": 0.5}.get(setting, 0.3)
+
+
+@pytest.mark.parametrize("figure", ["Fig. 1", "Fig. 3", "Fig. 4"])
+def test_what_the_paper_shows_passes(figure):
+  verdict = grids.ARTEFACTS[figure].judge(grid_rows(as_in_the_paper))
+  assert verdict.outcome == "passed", verdict.seen
+
+
+@pytest.mark.parametrize(
+  ("figure", "setting", "method", "end", "outcome"),
+  [
+    ("Fig. 1", "fp8, fp8 cache", "PG", 0.7, "weaker"),
+    ("Fig. 1", "int4, int4 cache", "PG", 0.89, "not_seen"),
+    ("Fig. 1", "int4, int4 cache", "TIS", 0.88, "weaker"),
+    ("Fig. 3", "noise 0.5", "DPPO", 0.88, "weaker"),
+    ("Fig. 3", "noise 0.2", "PG", 0.75, "not_seen"),
+    ("Fig. 4", "int8, int8 cache", "IS", 0.9, "not_seen"),
+    ("Fig. 4", "int8, int8 cache", "PPO", 0.88, "weaker"),
+    ("Fig. 4", "64 steps old", "MIS+SC", 0.5, "weaker"),
+    ("Fig. 4", "64 steps old", "SC", 0.5, "not_seen"),
+  ],
+)
+def test_one_method_that_ends_elsewhere_changes_the_verdict(
+  figure, setting, method, end, outcome
+):
+  def final(in_setting, of_method):
+    if (in_setting, of_method) == (setting, method):
+      return end
+    return as_in_the_paper(in_setting, of_method)
+
+  verdict = grids.ARTEFACTS[figure].judge(grid_rows(final))
+  assert verdict.outcome == outcome, verdict.seen
+
+
+@pytest.mark.parametrize(
+  ("best", "worst", "outcome"),
+  [
+    ("+1/0", "+1/-1", "passed"),
+    ("group mean", "+1/0", "not_seen"),
+  ],
+)
+def test_the_order_of_reward_forms_offline(best, worst, outcome):
+  rows = [
+    cell
+    | {
+      "batch": 60,
+      "heldout_accuracy": {best: 0.9, worst: 0.1}.get(cell["form"], 0.5),
+    }
+    for cell in online_offline.cells("cpu")
+  ]
+  claims = online_offline.ARTEFACTS
+  assert claims["Fig. 2: offline"].judge(rows).outcome == outcome
+  reverse = "passed" if outcome == "not_seen" else "not_seen"
+  if reverse == "passed":
+    assert claims["Fig. 2: online"].judge(rows).outcome == "passed"
+  else:
+    assert claims["Fig. 2: online"].judge(rows).outcome == "not_seen"
+
+
+@pytest.mark.parametrize(
+  ("off", "outcome"), [(0.0, "passed"), (0.04, "weaker"), (0.5, "not_seen")]
+)
+def test_heads_must_give_the_reward_of_all_tokens(off, outcome):
+  rows = [
+    cell
+    | {"batch": 5, "head_mass": 0.99}
+    | {"reward": 0.5 - off * (cell["head"] == 8)}
+    for cell in top_k.cells("cpu")
+  ]
+  assert top_k.ARTEFACTS["Fig. 5"].judge(rows).outcome == outcome
+
+
+def test_measured_weights_of_sequences_and_signs_are_the_tables():
+  cells = [{"method": name} for name in ("GSPO", "TOPR", "PPO")]
+  rows = [c | r for c in cells for r in corrections.measure(c, "cpu")]
+  assert corrections.ARTEFACTS["Table 1"].judge(rows).outcome == "passed"
+  wrong = [rows[0] | {"weight": rows[0]["weight"] + 0.01}, *rows[1:]]
+  assert corrections.ARTEFACTS["Table 1"].judge(wrong).outcome == "not_seen"
+
+
+@pytest.mark.parametrize("study", [grids, online_offline, top_k])
+def test_the_papers_runs_build(study, monkeypatch):
+  built = []
+
+  def rows_of(config, columns, every):
+    built.append(build(parts.Config, config))
+    assert config.batches % every == 0
+    return [{"batch": every}]
+
+  monkeypatch.setattr(study.training, "rows_of", rows_of)
+  for cell in study.cells("paper"):
+    study.measure(dict(cell), "paper")
+  assert {config.learner.kind for config in built} == {"sgd"}
+  assert len(built) == len(study.cells("paper"))

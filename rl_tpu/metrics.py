@@ -12,6 +12,7 @@ import math
 import os
 import pathlib
 import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -141,7 +142,12 @@ def write_json(path: str | os.PathLike, value: Any) -> None:
 
 
 def commit() -> str | None:
-  """The commit that this code was checked out at, if git knows."""
+  """The commit that this code was checked out at, if anybody knows.
+
+  An image has no git; whoever builds it may leave the commit in RL_TPU_COMMIT.
+  """
+  if shutil.which("git") is None:
+    return os.environ.get("RL_TPU_COMMIT") or None
   found = subprocess.run(
     ["git", "-C", str(pathlib.Path(__file__).parent), "rev-parse", "HEAD"],
     capture_output=True,

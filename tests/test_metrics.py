@@ -73,3 +73,10 @@ def test_the_environment_says_what_made_a_run():
   assert there["packages"]["jax"]
   assert there["command"]
   assert there["commit"] is None or len(there["commit"]) == 40
+
+
+def test_an_image_without_git_says_its_commit_by_the_environment(monkeypatch):
+  monkeypatch.setenv("PATH", "/nowhere")
+  assert metrics.commit() is None
+  monkeypatch.setenv("RL_TPU_COMMIT", "a" * 40)
+  assert metrics.commit() == "a" * 40

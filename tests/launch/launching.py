@@ -36,7 +36,7 @@ def launch(*arguments, **options):
     cwd=ROOT,
     capture_output=True,
     text=True,
-    timeout=120,
+    timeout=300,
     **options,
   )
 

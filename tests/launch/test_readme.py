@@ -1,4 +1,4 @@
-"""Every command of launch/README.md, with --dry_run; the image's pins."""
+"""Every launch command of the READMEs, with --dry_run; the image's pins."""
 
 import json
 import re
@@ -13,17 +13,21 @@ from launch import __main__ as command_line
 from launch import backends
 
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module")
-README = (launching.ROOT / "launch" / "README.md").read_text()
-BLOCKS = re.findall(r"(?:^    .+\n)+", README, re.MULTILINE)
-LINES = [
-  line.strip()
-  for block in BLOCKS
-  for line in re.sub(r"\\\n\s*", "", block).splitlines()
-]
+
+
+def lines_of(readme):
+  """Commands in its indented blocks."""
+  text = (launching.ROOT / readme).read_text()
+  blocks = re.findall(r"(?:^    .+\n)+", text, re.MULTILINE)
+  joined = [re.sub(r"\\\n\s*", "", block) for block in blocks]
+  return [line.strip() for block in joined for line in block.splitlines()]
+
+
+LINES = lines_of("launch/README.md")
 COMMANDS = [
-  line.removeprefix("python -m launch ").split()
-  for line in LINES
-  if line.startswith("python -m launch ") and "BACKEND" not in line
+  line.partition("python -m launch ")[2].split()
+  for line in [*LINES, *lines_of("README.md")]
+  if "python -m launch " in line and "BACKEND" not in line
 ]
 
 

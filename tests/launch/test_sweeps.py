@@ -5,8 +5,6 @@ import collections
 import json
 import os
 import signal
-import subprocess
-import sys
 
 import launching
 import pytest
@@ -285,17 +283,11 @@ def test_a_run_on_a_cloud_is_watched_to_its_end_and_deleted(
 
 @pytest.mark.slow
 def test_a_real_sweep_here_is_done_once(config_file, tmp_path):
-  command = [sys.executable, "-m", "launch", "local", "--sweep"]
-  command += [config_file("1"), "--generators=0", f"--state={tmp_path}/s.json"]
-  paths = [str(launching.ROOT / "tests"), str(launching.ROOT)]
-  environment = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(paths)}
+  command = ["local", "--sweep", config_file("1"), "--generators=0"]
+  tests = {"PYTHONPATH": str(launching.ROOT / "tests"), "JAX_PLATFORMS": "cpu"}
   for expected in ({"done": 1, "skipped": 0}, {"done": 1, "skipped": 1}):
-    done = subprocess.run(
-      command,
-      capture_output=True,
-      text=True,
-      env=os.environ | environment,
-      timeout=300,
+    done = launching.launch(
+      *command, f"--state={tmp_path}/s.json", env=os.environ | tests
     )
     logs = "".join(log.read_text() for log in tmp_path.glob("s/*.log"))
     assert done.returncode == 0, done.stderr + logs

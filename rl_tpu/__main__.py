@@ -33,7 +33,9 @@ FILE defines get_config(ARG); see experiments/quickstart.py. Any field can be
 set, for example --config.seed=1 --config.learner.learning_rate=1e-4.
 --port=N is short for --config.serve.port=N; --topology=v5p:4x4x4, --slices=N
 and --generator_topology=... for fields of --config.compile; --resume=never (or
-must, or auto) for --config.resume. A trainer of N processes is `train` run N
+must, or auto) for --config.resume. `train --preflight` trains nothing: it says
+what would fail, a line a check; --preflight=compile compiles for
+--topology first, which takes minutes. A trainer of N processes is `train` run N
 times with --coordinator=HOST:PORT --processes=N --process=I, which are fields
 of --config.distributed, or with --coordinator=auto on a TPU pod.
 
@@ -62,6 +64,9 @@ def main(arguments: list[str]) -> int:
   if len(arguments) < 2 or asked:
     print(USAGE, end="")
     return 0 if len(arguments) > 1 else 2
+  mode = _preflight_mode(arguments)
+  if mode is not None:
+    return _preflight(mode, arguments)
   command = COMMANDS.get(arguments[1])
   if command is None:
     names = sorted([*COMMANDS, *WITHOUT_CONFIG])
@@ -125,10 +130,21 @@ def read_flags(name: str, cls: type, arguments: list[str]) -> Any:
   Raises:
     ConfigError: a flag or field is unknown, of a wrong type or out of range.
   """
+  from rl_tpu.config import build
+
+  return build(cls, _read_values(name, arguments), name)
+
+
+def _read_values(name: str, arguments: list[str]):
+  """Parses flags into the ConfigDict that they describe.
+
+  Raises:
+    ConfigError: a flag is unknown or of a wrong type.
+  """
   from absl import flags
   from ml_collections import config_flags
 
-  from rl_tpu.config import ConfigError, build
+  from rl_tpu.config import ConfigError
 
   values = flags.FlagValues()
   arguments = [_in_full(argument) for argument in arguments]
@@ -148,7 +164,7 @@ def read_flags(name: str, cls: type, arguments: list[str]) -> Any:
     raise ConfigError(f"{rest[0]!r} is not a flag; see --help")
   if file.value is None:
     raise ConfigError(f"--{name} is missing; see --help")
-  return build(cls, file.value, name)
+  return file.value
 
 
 def _in_full(argument: str) -> str:
@@ -213,6 +229,58 @@ def _train(config) -> dict[str, Any]:
   return figures
 
 
+def _preflight_mode(arguments: list[str]) -> str | None:
+  """What follows --preflight: "" or "compile"; None: train trains."""
+  modes = [
+    argument.partition("=")[2]
+    for argument in arguments
+    if argument.partition("=")[0] == "--preflight"
+  ]
+  return modes[-1] if modes and arguments[1] == "train" else None
+
+
+def _preflight(mode: str, arguments: list[str]) -> int:
+  """Checks what a run needs, without a device; see rl_tpu.preflight."""
+  if mode not in ("", "compile"):
+    print(
+      f"rl_tpu: --preflight is {mode!r}; it must be without a value, or "
+      "'compile'",
+      file=sys.stderr,
+    )
+    return 2
+  chips = None if os.environ.get("JAX_PLATFORMS") == "cpu" else len(_chips())
+  _describe_tpus()
+  from rl_tpu.preflight import command
+
+  rest = [a for a in arguments[2:] if a.partition("=")[0] != "--preflight"]
+  figures = command.run(
+    lambda: _read_values("config", [arguments[0], *rest]),
+    lambda line: print(line, flush=True),
+    chips=chips,
+    prepare=_describe_cpus,
+    compiles=_compile_aside if mode else None,
+  )
+  print(json.dumps(figures))
+  return 1 if figures["failed"] else 0
+
+
+def _describe_cpus(config) -> None:
+  """As many CPU devices as the larger mesh has, to divide things over."""
+  import jax
+
+  shapes = config.devices
+  needed = max(shapes.trainer.size, shapes.generator.size)
+  jax.config.update("jax_num_cpu_devices", needed)
+
+
+def _chips() -> list[pathlib.Path]:
+  """The accelerators that this machine shows."""
+  return [
+    *pathlib.Path("/dev").glob("accel*"),
+    *pathlib.Path("/dev/vfio").glob("[0-9]*"),
+  ]
+
+
 def _sft(config) -> dict[str, Any]:
   from rl_tpu import parts
   from rl_tpu.view import View
@@ -254,8 +322,18 @@ def _export(config) -> dict[str, Any]:
 def _compile(config) -> dict[str, Any]:
   from rl_tpu.aot import report
 
-  note = lambda line: print(f"rl_tpu: {line}", file=sys.stderr)  # noqa: E731
-  return report.run(config, print, note)
+  return report.run(config, print, _note)
+
+
+def _compile_aside(config) -> dict[str, Any]:
+  """The same where stdout is for something else."""
+  from rl_tpu.aot import report
+
+  return report.run(config, _note, _note)
+
+
+def _note(line: str) -> None:
+  print(f"rl_tpu: {line}", file=sys.stderr, flush=True)
 
 
 def _simulate(config) -> dict[str, Any]:
@@ -292,10 +370,7 @@ COMMANDS: dict[str, Callable[[Any], dict[str, Any]]] = {
 
 if __name__ == "__main__":
   # Looking for TPUs with libtpu takes seconds and warns where there are none.
-  here = [
-    *pathlib.Path("/dev").glob("accel*"),
-    *pathlib.Path("/dev/vfio").glob("*"),
-  ]
+  here = _chips()
   os.environ.setdefault("JAX_PLATFORMS", "" if here else "cpu")
   if here:
     _as_compiled()

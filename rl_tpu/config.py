@@ -165,13 +165,18 @@ def digest(described: Any) -> str:
   return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def differences(saved: Mapping, current: Mapping, path: str = "config"):
+def differences(
+  saved: Mapping,
+  current: Mapping,
+  path: str = "config",
+  says: str = "the run has {!r}, asked for {!r}",
+) -> list[str]:
   """Lines that say where two plain configs differ, by field."""
   lines = []
   for key in sorted(set(saved) | set(current)):
     one, other = saved.get(key), current.get(key)
     if isinstance(one, Mapping) and isinstance(other, Mapping):
-      lines += differences(one, other, f"{path}.{key}")
+      lines += differences(one, other, f"{path}.{key}", says)
     elif one != other:
-      lines.append(f"{path}.{key}: the run has {one!r}, asked for {other!r}")
+      lines.append(f"{path}.{key}: {says.format(one, other)}")
   return lines

@@ -216,7 +216,7 @@ class Config:
     self._check_head()
     self._check_replay()
     if self.pretrained is not None:
-      with _refusing("config.pretrained"):
+      with refusing("config.pretrained"):
         huggingface.check(self.pretrained, transformer.Policy(self.model))
     try:
       self.directory.format(**dataclasses.asdict(self))
@@ -347,7 +347,7 @@ def meshes(config: Config) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
 
 
 @contextlib.contextmanager
-def _refusing(path: str) -> Iterator[None]:
+def refusing(path: str) -> Iterator[None]:
   """Names the section of the config whose values a part refuses."""
   try:
     yield
@@ -365,7 +365,7 @@ def make_tokenizer(config: Config) -> tokenizer.Tokenizer:
   """
   if config.pretrained is None:
     return tokenizer.ByteTokenizer()
-  with _refusing("config.pretrained"):
+  with refusing("config.pretrained"):
     return huggingface.load_tokenizer(config.pretrained)
 
 
@@ -377,7 +377,7 @@ def make_task(config: Config) -> tuple[envs.Task, dict[str, data.Rows]]:
       the sizes of model, generator and evaluation.
   """
   text = make_tokenizer(config)
-  with _refusing("config.task"):
+  with refusing("config.task"):
     task = envs.get(config.task.name).Task(config.task.config, text)
     rows = data.prepare(task, pathlib.Path(config.cache) / "data")
   _check_questions(config, task, rows)
@@ -427,7 +427,7 @@ def make_engine(
   Raises:
     ConfigError: sizes do not divide over the mesh or do not fit each other.
   """
-  with _refusing("config.engine"):
+  with refusing("config.engine"):
     return engines.PolicyEngine(
       transformer.Policy(config.model), mesh, config.engine
     )
@@ -452,7 +452,7 @@ def make_driver(
     ConfigError: sizes do not divide over the mesh or do not fit each other.
   """
   engine = make_engine(config, mesh)
-  with _refusing("config.engine"):
+  with refusing("config.engine"):
     return drivers.GenerationDriver(
       engine,
       interruption=config.interruption,
@@ -476,7 +476,7 @@ def make_fleet(
   Raises:
     ConfigError: a secret is not there, or not fit for its use.
   """
-  with _refusing("config.remote"):
+  with refusing("config.remote"):
     return fleet.Fleet(
       config.remote,
       life=life,
@@ -492,7 +492,7 @@ def make_transport(config: Config, life: str) -> transports.Transport:
   Raises:
     ConfigError: other machines reach the trainer, and there is no token.
   """
-  with _refusing("config.transport"):
+  with refusing("config.transport"):
     token = servers.secret(
       "token_file", config.remote.token_file, servers.TOKEN_VARIABLE
     )
@@ -528,7 +528,7 @@ def make_learner(config: Config, mesh: jax.sharding.Mesh) -> learner.Learner:
   Raises:
     ConfigError: weights or microbatch rows do not divide over the mesh.
   """
-  with _refusing("config.learner"):
+  with refusing("config.learner"):
     return learner.Learner(
       transformer.Policy(config.model),
       algorithms.get(config.algorithm.name),

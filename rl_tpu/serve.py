@@ -22,7 +22,7 @@ from typing import Any
 
 import jax
 
-from rl_tpu import parts, sharding
+from rl_tpu import identity, parts, sharding
 from rl_tpu.config import ConfigError
 from rl_tpu.generation import policies
 from rl_tpu.generation import server as servers
@@ -122,7 +122,9 @@ async def _serve(
   loop = asyncio.get_running_loop()
   broken = asyncio.wrap_future(failed)
   token, key = secrets
-  server = servers.GenerationServer(driver, config.serve, token)
+  server = servers.GenerationServer(
+    driver, config.serve, token, identity.describe(config, text)
+  )
   async with contextlib.AsyncExitStack() as stack:
     try:
       await server.start()

@@ -37,6 +37,8 @@ larger tiles: 0.97 of v5e's peak in place of 0.88."""
 class Chip:
   """Peaks of one chip."""
 
+  kinds: tuple[str, ...]
+  """What JAX calls its devices, described or real."""
   flops: float
   """bf16 operations a second."""
   memory: float
@@ -66,6 +68,7 @@ class Chip:
 _GIB = 2**30
 CHIPS = {
   "v5e": Chip(
+    kinds=("TPU v5 lite", "TPU v5e"),
     flops=197e12,
     memory=15.75 * _GIB,
     bandwidth=819e9,
@@ -78,6 +81,7 @@ CHIPS = {
     dcn=3.125e9,
   ),
   "v5p": Chip(
+    kinds=("TPU v5", "TPU v5p"),
     flops=459e12,
     memory=95.74 * _GIB,
     bandwidth=2765e9,
@@ -90,6 +94,7 @@ CHIPS = {
     dcn=6.25e9,
   ),
   "v6e": Chip(
+    kinds=("TPU v6 lite", "TPU v6e"),
     flops=918e12,
     memory=31.25 * _GIB,
     bandwidth=1640e9,

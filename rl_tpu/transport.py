@@ -229,12 +229,7 @@ class TransferTransport:
       ValueError: other machines reach the address and there is no token.
       RuntimeError: the address cannot be bound.
     """
-    host = _own_address() if config.host == "auto" else config.host
-    if token is None and not _is_loopback(host):
-      raise ValueError(
-        f"host is {config.host!r}, which other machines reach; generators and "
-        "trainer need the admin token then, or keep to 127.0.0.1"
-      )
+    host = listening_host(config, token)
     port = config.port + jax.process_index() if config.port else 0
     self._timeout_seconds = config.timeout_seconds
     self._life = life
@@ -266,6 +261,21 @@ class TransferTransport:
   def close(self) -> None:
     """See Transport."""
     self._publisher.close()
+
+
+def listening_host(config: Config, token: str | None) -> str:
+  """The address at which generators reach this process of the trainer.
+
+  Raises:
+    ValueError: other machines reach it and there is no token.
+  """
+  host = _own_address() if config.host == "auto" else config.host
+  if token is None and not _is_loopback(host):
+    raise ValueError(
+      f"host is {config.host!r}, which other machines reach; generators and "
+      "trainer need the admin token then, or keep to 127.0.0.1"
+    )
+  return host
 
 
 def _is_loopback(host: str) -> bool:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from rl_tpu import parts, sharding
-from rl_tpu.aot import flops, kernels, programs
+from rl_tpu.aot import answers, flops, kernels, programs
 from rl_tpu.aot.estimate import GIB, Estimate, Work
 from rl_tpu.optimizer import HOST_MEMORY
 from rl_tpu.topology import Topology
@@ -80,7 +80,9 @@ def run(
       estimates[name] = estimate
       for line in lines(estimate):
         show(line)
-  return figures(config, estimates)
+  found = figures(config, estimates)
+  answers.write(config, found)
+  return found
 
 
 _Side = tuple[

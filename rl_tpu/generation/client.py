@@ -216,6 +216,28 @@ class GenerationClient:
     """Version, slots, requests, limits, uptime and counters by name."""
     return await self._call("Status")
 
+  async def identity(self) -> dict[str, Any]:
+    """What the server is (see `rl_tpu.identity`), its devices, its clock."""
+    return await self._call("Identity")
+
+  async def probe(
+    self, *, address: str, path: str, word: str, timeout_seconds: float
+  ) -> dict[str, str]:
+    """Whether the server reaches an address, and a file, that say a word.
+
+    Returns:
+      `address` and `path`: what is wrong with each, "" for nothing.
+    """
+    answer = await self._call(
+      "Probe",
+      timeout_seconds + _ANSWER_SECONDS,
+      address=address,
+      path=path,
+      word=word,
+      timeout_seconds=timeout_seconds,
+    )
+    return {name: str(answer[name]) for name in ("address", "path")}
+
   async def health(self) -> bool:
     """Whether the server would serve a request; False if it is not there."""
     check = self._method("unary_unary", server.HEALTH, "Check")

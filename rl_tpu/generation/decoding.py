@@ -356,7 +356,7 @@ def extend(
   """
   slot, source, shared = packed[:, :_LEAD].T
   tokens = padded_tokens(packed, state.rows.shape[1] - _STOP_IDS)
-  missing: list[Any] = [None] * len(state.cache)
+  missing: Sequence[Any] = [None] * len(state.cache)
   if tokens.shape[1]:
     missing = policy.extend(params, tokens, shared, state.cache, source)
 

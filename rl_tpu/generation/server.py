@@ -13,8 +13,9 @@ processor time.) The server adds no queue of requests to the driver's:
 `UpdateWeights` (from storage), `PullWeights` (from the trainer's devices, see
 `transfer`), `Pause` and `Resume` change what others get: they need the
 admin token if there is one, and beyond this machine there must be one, or
-client certificates. `Status`, gRPC's own health protocol and JetStream's
-`Decode` and `HealthCheck` are for everyone who reaches the port.
+client certificates; so does `Probe`, which tries the way back to a trainer.
+`Status`, `Identity`, gRPC's own health protocol and JetStream's `Decode` and
+`HealthCheck` are for everyone who reaches the port.
 """
 
 import asyncio
@@ -31,7 +32,7 @@ import grpc
 import grpc.aio
 
 from rl_tpu import messages
-from rl_tpu.generation import policies, wire
+from rl_tpu.generation import policies, probing, wire
 from rl_tpu.generation.connection import (
   Admission,
   Connection,
@@ -224,7 +225,11 @@ class GenerationServer:
   """
 
   def __init__(
-    self, driver: GenerationDriver, config: Config, token: str | None
+    self,
+    driver: GenerationDriver,
+    config: Config,
+    token: str | None,
+    identity: Mapping[str, Any] | None = None,
   ):
     """Registers the services; nothing listens yet.
 
@@ -232,8 +237,10 @@ class GenerationServer:
       driver: what generates.
       config: where to listen, and the limits.
       token: of admin calls, from `admin_token`.
+      identity: what this process says of itself; see `rl_tpu.identity`.
     """
     self.driver = driver
+    self._described = dict(identity or {})
     self.config = config
     self.port = config.port
     self.admission = Admission(config.max_requests)
@@ -252,7 +259,9 @@ class GenerationServer:
       "PullWeights": unary(self._admin(self._pull_weights)),
       "Pause": unary(self._admin(self._pause)),
       "Resume": unary(self._admin(self._resume)),
+      "Probe": unary(self._admin(self._probe)),
       "Status": unary(self._status),
+      "Identity": unary(self._identity),
     }
     self._server.add_generic_rpc_handlers(
       (
@@ -425,6 +434,31 @@ class GenerationServer:
       pulled=self._intake.counters(),
       uptime_seconds=time.monotonic() - self._began,
       counters=dataclasses.asdict(driver.counters()),
+    )
+
+  async def _identity(
+    self, data: bytes, context: grpc.aio.ServicerContext
+  ) -> bytes:
+    """Who this is, on what, and what time it is here."""
+    devices = self.driver.engine.mesh.devices
+    return wire.pack_map(
+      identity=self._described,
+      device_kind=devices.flat[0].device_kind,
+      devices=devices.size,
+      unix_time=time.time(),
+    )
+
+  async def _probe(self, data: bytes) -> bytes:
+    fields = wire.unpack_map(
+      data, address=str, path=str, word=str, timeout_seconds=float
+    )
+    return wire.pack_map(
+      address=await probing.reach(
+        fields["address"], fields["word"], fields["timeout_seconds"]
+      ),
+      path=await asyncio.to_thread(
+        probing.read, fields["path"], fields["word"]
+      ),
     )
 
   async def _health(

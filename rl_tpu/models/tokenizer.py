@@ -18,6 +18,7 @@ With bytes no text can write EOS, so no content can pose as another message; and
 a conversation's next prompt begins with the last one and the answer to it.
 """
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
@@ -25,6 +26,9 @@ import numpy as np
 
 CHAT_ROLES = ("system", "user", "assistant")
 """Whose messages the template of `encode_chat` knows."""
+
+_PROBE = "It costs 1,234.50 dollars:\n\n\tnaïve  数字 🙂 </s>"
+"""A text that tokenizers with the same ids still split differently."""
 
 
 class Tokenizer(Protocol):
@@ -152,6 +156,16 @@ def encode_chat(
     pieces.append(np.array([tokenizer.eos_id], np.int32))
   pieces.append(_without_bos(tokenizer, tokenizer.encode("assistant\n")))
   return _one_bos(tokenizer, np.concatenate(pieces))
+
+
+def fingerprint(tokenizer: Tokenizer) -> str:
+  """A digest of what ids mean: equal for tokenizers that say the same."""
+  special = (tokenizer.pad_id, tokenizer.bos_id, *tokenizer.eos_ids)
+  digest = hashlib.sha256(f"{special} {tokenizer.vocab_size}\0".encode())
+  for token in range(tokenizer.vocab_size):
+    digest.update(tokenizer.decode([token]).encode("utf-8") + b"\0")
+  digest.update(tokenizer.encode(_PROBE).tobytes())
+  return digest.hexdigest()[:16]
 
 
 def _one_bos(tokenizer: Tokenizer, ids: np.ndarray) -> np.ndarray:

@@ -1,0 +1,1 @@
+"""What can be found out about a run before its chips are paid for."""

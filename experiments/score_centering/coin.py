@@ -28,6 +28,9 @@ from rl_tpu.types import Batch, PolicyOutputs
 
 PROMPTS, TOKENS, RIGHT, VOCABULARY = 8, 24, 4, 16
 WIDTH, HEADS = 16, 2
+OUTLIER = 6.0
+"""What each head of a vector begins with, the others having deviation 1: large
+features of this kind are what makes 4 bits coarse in language models."""
 GROUPS, MEMBERS = 16, 8
 RATE = 2.0
 """Of SGD; twice as much and half as much give the same picture."""
@@ -49,9 +52,12 @@ class Curve(NamedTuple):
 def init(key: jax.Array) -> tuple[Params, Bool[Array, "P V"]]:
   """Weights, and which tokens are right for each prompt."""
   states, matrix, right = jax.random.split(key, 3)
+  vectors = jax.random.normal(states, (2 * PROMPTS, WIDTH))
+  head = 1.5 * WIDTH**-0.5 * jax.random.normal(matrix, (WIDTH, VOCABULARY))
+  large = jnp.arange(WIDTH) % (WIDTH // HEADS) == 0
   params = {
-    "embedding": jax.random.normal(states, (2 * PROMPTS, WIDTH)),
-    "head": 1.5 * WIDTH**-0.5 * jax.random.normal(matrix, (WIDTH, VOCABULARY)),
+    "embedding": jnp.where(large, OUTLIER, vectors),
+    "head": jnp.where(large[:, None], 0.0, head),
   }
   first = jnp.arange(VOCABULARY) < RIGHT
   drawn = jax.vmap(jax.random.permutation, (0, None))(

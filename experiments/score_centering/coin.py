@@ -27,13 +27,10 @@ from rl_tpu.models import quantization
 from rl_tpu.types import Batch, PolicyOutputs
 
 PROMPTS, TOKENS, RIGHT, VOCABULARY = 8, 24, 4, 16
-WIDTH, HEADS = 16, 2
-OUTLIER = 6.0
-"""What each head of a vector begins with, the others having deviation 1: large
-features of this kind are what makes 4 bits coarse in language models."""
+WIDTH = 64
 GROUPS, MEMBERS = 16, 8
-RATE = 2.0
-"""Of SGD; twice as much and half as much give the same picture."""
+RATE = 0.5
+"""Of SGD."""
 Params = dict[str, Array]
 
 
@@ -52,12 +49,9 @@ class Curve(NamedTuple):
 def init(key: jax.Array) -> tuple[Params, Bool[Array, "P V"]]:
   """Weights, and which tokens are right for each prompt."""
   states, matrix, right = jax.random.split(key, 3)
-  vectors = jax.random.normal(states, (2 * PROMPTS, WIDTH))
-  head = 1.5 * WIDTH**-0.5 * jax.random.normal(matrix, (WIDTH, VOCABULARY))
-  large = jnp.arange(WIDTH) % (WIDTH // HEADS) == 0
   params = {
-    "embedding": jnp.where(large, OUTLIER, vectors),
-    "head": jnp.where(large[:, None], 0.0, head),
+    "embedding": jax.random.normal(states, (2 * PROMPTS, WIDTH)),
+    "head": 1.5 * WIDTH**-0.5 * jax.random.normal(matrix, (WIDTH, VOCABULARY)),
   }
   first = jnp.arange(VOCABULARY) < RIGHT
   drawn = jax.vmap(jax.random.permutation, (0, None))(
@@ -70,9 +64,8 @@ def logp(
   params: Params, states: Int[Array, " R"], cache: quantization.Grid = "none"
 ) -> Float[Array, "R V"]:
   """Of every token in each state; the state is 2 * prompt + coin."""
-  vectors = params["embedding"][states]
-  heads = vectors.reshape(-1, HEADS, WIDTH // HEADS)
-  vectors = quantization.snap_cache(heads, cache).reshape(vectors.shape)
+  entries = params["embedding"][states][:, None]  # of one head
+  vectors = quantization.snap_cache(entries, cache)[:, 0]
   return jax.nn.log_softmax(vectors @ params["head"])
 
 

@@ -81,6 +81,7 @@ def test_what_the_paper_shows_passes(figure):
   ("figure", "setting", "method", "end", "outcome"),
   [
     ("Fig. 1", "fp8, fp8 cache", "PG", 0.7, "weaker"),
+    ("Fig. 1", "fp8, int4 cache", "PG", 0.88, "weaker"),
     ("Fig. 1", "int4, int4 cache", "PG", 0.89, "not_seen"),
     ("Fig. 1", "int4, int4 cache", "TIS", 0.88, "weaker"),
     ("Fig. 3", "noise 0.5", "DPPO", 0.88, "weaker"),

@@ -162,6 +162,7 @@ def small(eta: float, seed: int, scale: str) -> ml_collections.ConfigDict:
   config.learner.learning_rate = 2e-4
   set_loss(config, "decoupled")
   if scale == "smoke":
-    config.batches, config.evaluation.problems = 4, 32
-    config.warm_start.batches, config.warm_start.wrong_batches = 60, 6
+    config.batches, config.evaluation.problems = EVERY, 8
+    config.groups_per_batch = 4
+    config.warm_start.batches, config.warm_start.wrong_batches = 20, 2
   return config

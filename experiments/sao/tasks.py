@@ -11,21 +11,20 @@ import ml_collections
 from experiments import training
 from experiments.agents import tool_arithmetic
 
-GRPO_SHAPE = {"groups_per_batch": 16, "group_size": 8}
-"""The paper's: 16 prompts of 8 members in place of 128 of one."""
+GROUP = 8
+"""Members of GRPO's groups, the paper's: 16 prompts of 8 in place of 128."""
 
 
 def tool_task(seed: int, lag: int, scale: str) -> ml_collections.ConfigDict:
-  """SAO on the tool task; 60 batches, or 4 at scale smoke."""
+  """SAO on the tool task; 60 batches, or 2 small ones at scale smoke."""
   config = tool_arithmetic.get_config(f"lockstep({lag})")
   config.seed = seed
   config.evaluation.every = 10
   if scale == "smoke":
-    config.batches, config.evaluation.every = 4, 0
-    config.evaluation.problems = 32
-    config.critic.pretraining_batches = 2
-    config.warm_start.batches = 60
-    config.warm_start.wrong_batches = 6
+    config.batches, config.evaluation.every = 2, 0
+    config.groups_per_batch, config.evaluation.problems = 16, 8
+    config.critic.pretraining_batches = 1
+    config.warm_start.batches, config.warm_start.wrong_batches = 20, 2
   return config
 
 
@@ -44,10 +43,10 @@ def set_method(config: ml_collections.ConfigDict, method: str) -> None:
   if method == "SAO":
     training.set_loss(config, "sao", band="math")
   elif method == "GRPO":
-    config.update(GRPO_SHAPE)
+    _group(config)
     training.set_loss(config, "grpo", clip_high=0.28)
   elif method == "GRPO+DIS":
-    config.update(GRPO_SHAPE)
+    _group(config)
     training.set_loss(config, "score_centering", baseline="group", **mask)
   elif method == "DIS only":
     training.set_loss(config, "score_centering", baseline="batch", **mask)
@@ -55,3 +54,9 @@ def set_method(config: ml_collections.ConfigDict, method: str) -> None:
     training.set_loss(config, "running_mean", scope="prompt")
   else:
     raise ValueError(f"method is {method!r}; see experiments/sao/tasks.py")
+
+
+def _group(config: ml_collections.ConfigDict) -> None:
+  """As many trajectories, in groups."""
+  config.groups_per_batch //= GROUP
+  config.group_size = GROUP

@@ -37,14 +37,15 @@ CONTEXT = {"qwen3-0.6b": 512, "qwen3-1.7b": 1024, "qwen3-30b-a3b": 1024}
 
 
 def small(seed: int, scale: str) -> ml_collections.ConfigDict:
-  """The quickstart's task, not stale; 60 batches, or 4 at scale smoke."""
+  """The quickstart's task, not stale; 60 batches, or 2 small ones at smoke."""
   config = quickstart.get_config("lockstep(0)")
   config.seed, config.batches, config.groups_per_batch = seed, 60, 16
   config.learner.microbatch_rows = 8
   config.evaluation.every, config.evaluation.problems = 0, 64
   if scale == "smoke":
-    config.batches, config.evaluation.problems = 4, 16
-    config.warm_start.batches, config.warm_start.wrong_batches = 40, 6
+    config.batches, config.groups_per_batch = 2, 4
+    config.evaluation.problems = 8
+    config.warm_start.batches, config.warm_start.wrong_batches = 20, 2
   return config
 
 

@@ -17,6 +17,9 @@ PROSE = (
   "5>    4 <stop>",
 )
 """How indented blocks begin that are no commands."""
+ELSEWHERE = {"launch/README.md": "tests/launch"}
+"""Pages whose commands another test rehearses, and which."""
+FOLDERS = ("docs", "experiments", "launch", "notebooks", "rl_tpu", "tests")
 _FILE = re.compile(r"<!-- file: (\S+) -->")
 _FENCE = re.compile(r"```(\w*)$")
 
@@ -37,9 +40,10 @@ class Command:
 
 
 def documents() -> list[str]:
-  """The paths of all pages: the README, docs, and those of experiments."""
-  found = [*(ROOT / "docs").glob("*.md"), *ROOT.glob("experiments/**/*.md")]
-  return ["README.md", *sorted(str(p.relative_to(ROOT)) for p in found)]
+  """The paths of all pages but those of ELSEWHERE."""
+  found = [path for name in FOLDERS for path in (ROOT / name).rglob("*.md")]
+  names = sorted(str(path.relative_to(ROOT)) for path in found)
+  return ["README.md", *(name for name in names if name not in ELSEWHERE)]
 
 
 def read(path: str) -> str:

@@ -77,7 +77,7 @@ def _status(backend: backends.Backend, plan, dry_run: bool) -> int:
   step = backend.status(plan)
   if dry_run:
     return _send([step], dry_run)
-  print(backend.outcome(step.run()))
+  print(backend.outcome(step.ask()))
   return 0
 
 

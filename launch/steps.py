@@ -8,6 +8,7 @@ import dataclasses
 import pathlib
 import shlex
 import subprocess
+import sys
 from collections.abc import Sequence
 
 
@@ -41,8 +42,16 @@ class Step:
       command += " || true"
     return "\n".join([*lines, command])
 
-  def run(self) -> subprocess.CompletedProcess[str]:
-    """Writes the files and runs the command, whose stdout is kept."""
+  def ask(self) -> subprocess.CompletedProcess[str]:
+    """Runs the command and keeps what it says on stdout."""
+    return self._run(subprocess.PIPE)
+
+  def run(self) -> int:
+    """Runs the command; returns the exit code."""
+    sys.stdout.flush()
+    return self._run(None).returncode
+
+  def _run(self, stdout: int | None) -> subprocess.CompletedProcess[str]:
     for path, text in self.files:
       file = pathlib.Path(path)
       file.parent.mkdir(parents=True, exist_ok=True)
@@ -51,7 +60,7 @@ class Step:
       self.argv,
       input=self.stdin,
       stdin=subprocess.DEVNULL if self.stdin is None else None,
-      stdout=subprocess.PIPE,
+      stdout=stdout,
       text=True,
     )
 
@@ -66,10 +75,9 @@ def script(steps: Sequence[Step]) -> str:
 def run(steps: Sequence[Step]) -> int:
   """Runs them in order, up to the first that fails; returns the exit code."""
   for step in steps:
-    done = step.run()
-    print(done.stdout, end="", flush=True)
-    if done.returncode and not step.may_fail:
-      return done.returncode
+    code = step.run()
+    if code and not step.may_fail:
+      return code
   return 0
 
 

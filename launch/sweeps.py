@@ -190,7 +190,7 @@ class _OnCloud:
     return False
 
   def _ask(self) -> str:
-    return self._backend.outcome(self._backend.status(self._plan).run())
+    return self._backend.outcome(self._backend.status(self._plan).ask())
 
 
 def command(

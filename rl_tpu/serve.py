@@ -129,7 +129,7 @@ async def _serve(
     try:
       await server.start()
       stack.push_async_callback(server.stop)
-      runner = await _start_http(config, driver, text, key, stack)
+      runner = await _start_http(config, server, text, key, stack)
     except (OSError, RuntimeError) as error:
       raise ConfigError(f"config.serve: {error}") from error
     for number in _SIGNALS:
@@ -168,7 +168,7 @@ async def _first(*events: Any) -> None:
 
 async def _start_http(
   config: parts.Config,
-  driver: GenerationDriver,
+  server: servers.GenerationServer,
   text: tokenizer.Tokenizer,
   key: str | None,
   stack: contextlib.AsyncExitStack,
@@ -176,10 +176,10 @@ async def _start_http(
   """The runner of the OpenAI-compatible interface; None: it is not wanted."""
   if config.serve.http_port is None:
     return None
-  from rl_tpu.generation import openai_api
+  from rl_tpu.generation import exposition, openai_api
 
   app = openai_api.make_app(
-    driver,
+    server.driver,
     text,
     model_name=config.name,
     config=openai_api.Config(
@@ -190,6 +190,7 @@ async def _start_http(
       max_open_requests=config.serve.max_requests,
       bearer_token=key,
     ),
+    exposition=exposition.exposition(server),
   )
   runner = await openai_api.start(
     app,

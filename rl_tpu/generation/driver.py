@@ -243,6 +243,7 @@ class GenerationDriver(orchestrator.Driver):
     opened = OpenRequest(
       request=request,
       max_tokens=min(request.sampling.max_tokens, room),
+      arrived=self._timeline.now(),
       **{"return_channel": None, **destination},
     )
     with self._changed:
@@ -485,8 +486,10 @@ class GenerationDriver(orchestrator.Driver):
     if draining or not (weights or self._weights):
       return []
     first = list(itertools.islice(self._waiting, self.free_slots))
+    now = self._timeline.now() if first else 0.0
     for opened in first:
       del self._waiting[opened]
+      self._timeline.sums.queue_seconds += now - opened.arrived
     return self._table.admit(first)
 
   def _swap(

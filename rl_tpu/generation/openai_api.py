@@ -1,6 +1,7 @@
 """The OpenAI API over HTTP: completions and chat, whole or streamed.
 
     GET  /health                 200 while the generator lives, else 503
+    GET  /metrics                figures for Prometheus, where there are any
     GET  /v1/models              the one model
     POST /v1/completions         prompt: text, token ids, or a list of either
     POST /v1/chat/completions    messages
@@ -18,6 +19,7 @@ handlers of it: `start` does.
 import asyncio
 import collections
 import contextlib
+import functools
 import hmac
 import json
 import ssl
@@ -26,6 +28,7 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any, NamedTuple
 
+import prometheus_client
 from aiohttp import web
 
 from rl_tpu.generation import text
@@ -54,6 +57,7 @@ def make_app(
   *,
   model_name: str,
   config: Config,
+  exposition: Callable[[], bytes] | None = None,
 ) -> web.Application:
   """Serves a generator; to be run with `start`, or handler_cancellation.
 
@@ -63,6 +67,8 @@ def make_app(
     tokenizer: the model's; any of its `eos_ids` ends an answer.
     model_name: what clients must ask for.
     config: limits.
+    exposition: gives the text of /metrics, which needs no API key, as /health;
+      None: there is none.
   """
   api = _Api(generator, tokenizer, model_name, config)
   app = web.Application(
@@ -76,7 +82,18 @@ def make_app(
       web.post("/v1/chat/completions", api.chat_completions),
     ]
   )
+  if exposition is not None:
+    app.router.add_get("/metrics", functools.partial(_expose, exposition))
   return app
+
+
+async def _expose(
+  exposition: Callable[[], bytes], request: web.Request
+) -> web.Response:
+  """Answers a scrape."""
+  body = await asyncio.to_thread(exposition)
+  headers = {"Content-Type": prometheus_client.CONTENT_TYPE_LATEST}
+  return web.Response(body=body, headers=headers)
 
 
 async def start(

@@ -50,6 +50,8 @@ class OpenRequest(orchestrator.ActiveRequest):
 
   request: Request
   client: Client | None = None
+  arrived: float = 0.0
+  """When it came, in seconds of the driver's clock."""
   slot: int = -1
   """Where it runs; -1 while it waits."""
   ended: bool = False

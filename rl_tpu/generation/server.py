@@ -311,6 +311,10 @@ class GenerationServer:
       connection.hang_up()
     await self._server.stop(_LAST_WORDS_SECONDS)
 
+  def pulled(self) -> dict[str, float]:
+    """Pulls from a trainer, their bytes and seconds, since the start."""
+    return self._intake.counters()
+
   @property
   def max_unsent_bytes(self) -> int:
     """The limit in force."""
@@ -428,10 +432,10 @@ class GenerationServer:
       context_length=engine.config.context_length,
       behavior_top_k=engine.config.behavior_top_k,
       record_experts=engine.config.record_experts,
-      healthy=self._healthy,
+      healthy=self.healthy,
       paused=self._paused,
       draining=self.admission.ended,
-      pulled=self._intake.counters(),
+      pulled=self.pulled(),
       uptime_seconds=time.monotonic() - self._began,
       counters=dataclasses.asdict(driver.counters()),
     )
@@ -464,10 +468,10 @@ class GenerationServer:
   async def _health(
     self, data: bytes, context: grpc.aio.ServicerContext
   ) -> bytes:
-    return SERVING if self._healthy else NOT_SERVING
+    return SERVING if self.healthy else NOT_SERVING
 
   @property
-  def _healthy(self) -> bool:
+  def healthy(self) -> bool:
     """Whether a request would be served."""
     return self.driver.live and not self.admission.ended
 

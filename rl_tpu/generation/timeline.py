@@ -56,6 +56,8 @@ class Counters:
   """Running sequences that were interrupted by new weights."""
   recomputed_tokens: int = 0
   """Tokens prefilled again after an interruption."""
+  queue_seconds: float = 0.0
+  """Time that these `prompts` had waited for their slots, summed."""
   busy_seconds: float = 0.0
   """Time spent in events."""
   idle_seconds: float = 0.0

@@ -53,18 +53,26 @@ def agree(rows: Sequence[Row]) -> Verdict:
   return Verdict(outcome="weaker" if other else "passed", seen=seen)
 
 
-def draw(rows: Sequence[Row], axes) -> None:
-  """A table of all rows; what differs from the paper is marked."""
+def draw(rows: Sequence[Row], axes, columns: Mapping[str, str]) -> None:
+  """A table of all rows; a field that is not the paper's is marked.
+
+  Args:
+    rows: as `row` makes them, with the column `field`.
+    axes: where it fills the whole.
+    columns: of the rows, those that are shown, by their headings.
+  """
   axes.axis("off")
-  text = [
-    [str(row["field"]), f"{row['paper']}", f"{row['here']}"] for row in rows
-  ]
-  shown = axes.table(
-    text, colLabels=["field", "the paper", "here"], loc="center", cellLoc="left"
-  )
+  text = [[str(row[name]) for name in columns.values()] for row in rows]
+  shown = axes.table(text, colLabels=list(columns), cellLoc="left", bbox=_WHOLE)
   shown.auto_set_font_size(False)
-  shown.set_fontsize(6)
-  shown.auto_set_column_width([0, 1, 2])
-  for index, row in enumerate(rows, 1):
-    if row["paper"] != row["here"]:
-      shown[index, 2].set_facecolor("#f0e442")
+  shown.set_fontsize(7)
+  shown.auto_set_column_width(range(len(columns)))
+  for (line, _), cell in shown.get_celld().items():
+    cell.set_linewidth(0.3)
+    row = rows[line - 1]
+    if line and "paper" in columns.values() and row["paper"] != row["here"]:
+      cell.set_facecolor("#f0e442")
+
+
+_WHOLE = (0.0, 0.0, 1.0, 1.0)
+"""Left, bottom, width and height of the axes."""

@@ -145,10 +145,18 @@ ARTEFACTS = {
 
 
 def draw(rows: Sequence[Row], figure) -> None:
-  """Both tables, of the first model."""
+  """Both tables, the first of the smallest model."""
   left, right = figure.subplots(1, 2)
   first = next(iter(settings.MODELS))
-  stated.draw(drawing.where(rows, item="Table 3", model=first), left)
+  stated.draw(
+    drawing.where(rows, item="Table 3", model=first),
+    left,
+    {"field": "field", "the paper": "paper", "here": "here"},
+  )
   left.set_title(f"Table 3, {first}", fontsize=9)
-  stated.draw(drawing.where(rows, item="Fig. 2"), right)
+  stated.draw(
+    drawing.where(rows, item="Fig. 2"),
+    right,
+    {"part of the architecture": "field", "here": "here"},
+  )
   right.set_title("Fig. 2", fontsize=9)

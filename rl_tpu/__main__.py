@@ -133,7 +133,11 @@ def _read_config(arguments: list[str]):
     raise ConfigError(f"{rest[0]!r} is not a flag; see --help")
   if config.value is None:
     raise ConfigError("--config is missing; see --help")
-  return build(parts.Config, config.value)
+  try:
+    return build(parts.Config, config.value)
+  except OSError as error:
+    # What get_config could not open, config_flags tells whoever reads it.
+    raise ConfigError(f"--config: {error}") from error
 
 
 def _in_full(argument: str) -> str:

@@ -130,9 +130,14 @@ def read_flags(name: str, cls: type, arguments: list[str]) -> Any:
   Raises:
     ConfigError: a flag or field is unknown, of a wrong type or out of range.
   """
-  from rl_tpu.config import build
+  from rl_tpu.config import ConfigError, build
 
-  return build(cls, _read_values(name, arguments), name)
+  values = _read_values(name, arguments)
+  try:
+    return build(cls, values, name)
+  except OSError as error:
+    # What get_config could not open, config_flags tells whoever reads it.
+    raise ConfigError(f"--{name}: {error}") from error
 
 
 def _read_values(name: str, arguments: list[str]):

@@ -50,6 +50,14 @@ def test_a_wrong_command_is_refused(arguments, capsys):
   assert "train" in "".join(capsys.readouterr())
 
 
+@pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+def test_a_folder_that_is_not_there_is_refused(capsys):
+  config = ROOT / "experiments/your_data/config.py"
+  flag = f"--config={config}:/nowhere"
+  assert command_line.main(["rl_tpu", "train", flag]) == 2
+  assert "/nowhere/config.json is not there" in capsys.readouterr().err
+
+
 def test_every_experiment_builds():
   from rl_tpu import config, parts
 

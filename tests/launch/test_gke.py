@@ -83,8 +83,9 @@ def test_two_trainer_slices_and_four_generator_slices():
   jobs = jobs_of(manifest)
   trainer, generator = jobs["trainer"], jobs["generator"]
   assert (trainer["replicas"], generator["replicas"]) == (2, 4)
-  hosts = [job["template"]["spec"]["completions"] for job in jobs.values()]
-  assert hosts == [4, 1]
+  for count in ("completions", "parallelism"):
+    hosts = [job["template"]["spec"][count] for job in jobs.values()]
+    assert hosts == [4, 1]
   for job, topology, chips in ((trainer, "4x4", 4), (generator, "2x4", 8)):
     pod = pod_of(job)
     assert pod["nodeSelector"] == {

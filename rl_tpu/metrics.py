@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import tensorboardX
@@ -24,6 +24,18 @@ import tensorboardX
 from rl_tpu.types import Group, Trajectory
 
 Row = dict[str, float]
+
+
+class Writer(Protocol):
+  """Who else is told of each row."""
+
+  def write(self, batch: int, metrics: Mapping[str, float]) -> None:
+    """Takes a row of scalars that belong to `batch`."""
+    ...
+
+  def close(self) -> None:
+    """There are no more."""
+    ...
 
 
 class RunLog:
@@ -34,8 +46,17 @@ class RunLog:
   on disk when `write` returns.
   """
 
-  def __init__(self, directory: str | os.PathLike, resume_at: int | None):
-    """Opens the log; keeps rows up to batch `resume_at`, or none if None."""
+  def __init__(
+    self,
+    directory: str | os.PathLike,
+    resume_at: int | None,
+    writers: Sequence[Writer] = (),
+  ):
+    """Opens the log; keeps rows up to batch `resume_at`, or none if None.
+
+    Each row goes to `writers` too, whose owner closes them.
+    """
+    self._writers = writers
     self.directory = pathlib.Path(directory)
     self.directory.mkdir(parents=True, exist_ok=True)
     self._csv = self.directory / "metrics.csv"
@@ -75,6 +96,8 @@ class RunLog:
     for name, value in metrics.items():
       if math.isfinite(value):  # It warns of others in the terminal's view.
         self._tensorboard.add_scalar(name, value, batch)
+    for writer in self._writers:
+      writer.write(batch, metrics)
 
   def record(self, kind: str, batch: int, values: Mapping[str, Any]) -> None:
     """Appends one JSON line that belongs to `batch` to `kind`.jsonl."""

@@ -26,6 +26,7 @@ from rl_tpu import (
   history,
   learner,
   metrics,
+  monitoring,
   ownership,
   processes,
   schedules,
@@ -33,6 +34,7 @@ from rl_tpu import (
   sharding,
   staleness,
   topology,
+  tracing,
 )
 from rl_tpu import critic as critics
 from rl_tpu import transport as transports
@@ -51,6 +53,7 @@ from rl_tpu.virtual import config as virtual
 _PLACES = (
   *("directory", "cache", "resume", "distributed", "remote", "transport"),
   *("serve", "export", "evaluate", "compile", "simulate"),
+  *("logging", "trace"),
 )
 """Fields that say where a run lives and goes to, not what it computes."""
 
@@ -154,6 +157,12 @@ class Config:
     default_factory=transports.Config
   )
   """How weights reach them."""
+  logging: monitoring.Config = dataclasses.field(
+    default_factory=monitoring.Config
+  )
+  """Who is told of each batch, besides the run's directory."""
+  trace: tracing.Config = dataclasses.field(default_factory=tracing.Config)
+  """Batches that a profiler watches."""
   serve: servers.Config = dataclasses.field(default_factory=servers.Config)
   """Of the command `serve`: address and limits."""
   export: huggingface.Export = dataclasses.field(

@@ -23,11 +23,13 @@ import numpy as np
 from rl_tpu import (
   checkpoint,
   metrics,
+  monitoring,
   ownership,
   packing,
   parts,
   samples,
   schedules,
+  tracing,
   weights,
 )
 from rl_tpu.config import ConfigError, to_json
@@ -87,22 +89,25 @@ def run(config: parts.Config, view: View) -> dict[str, Any]:
       this.start_evaluation()
     this.start()
     while this.version < config.batches:
-      began = time.monotonic()
-      groups = this.take()
-      taken = time.monotonic()
-      batch = this.pack(groups)
-      trained = this.train(batch)
-      this.publish()
-      ended = time.monotonic()
+      with this.profiles.of(this.version + 1):
+        with this.loop.during("wait"):
+          groups = this.take()
+        with this.loop.during("train"):
+          batch = this.pack(groups)
+          trained = this.train(batch)
+        with this.loop.during("weights"):
+          this.publish()
       row = metrics.describe(groups, this.version - 1) | trained
-      this.log_batch(groups, row, began, taken, ended)
+      this.log_batch(groups, row)
       this.log_samples(groups, batch)
       if this.due(config.evaluation.every):
-        this.start_evaluation()
+        with this.loop.during("evaluate"):
+          this.start_evaluation()
       if team.stop_requested:
         this.stop()
       if this.due(config.checkpoint_every):
-        this.save()
+        with this.loop.during("checkpoint"):
+          this.save()
     this.save()
     this.evaluations.finish(this.log)
     if not this.evaluated():
@@ -134,6 +139,10 @@ class _Run(Trainer):
     self.evaluations = Evaluations(config, self.task, self._rows, view)
     self.actor = parts.make_actor(
       config, self.task, self._rows, self.generator, self._buffer
+    )
+    self.loop = tracing.Loop()
+    self.profiles = tracing.Profiles(
+      config.trace, config.run_directory, view.note
     )
     self.seconds = self.waited = 0.0
     self._weight_shardings = self.learner.policy.param_shardings(
@@ -192,8 +201,18 @@ class _Run(Trainer):
 
   def open_log(self) -> None:
     """Opens the log, cut back to this version; 0 begins it anew."""
+    config = self.config
+    writers = self._stack.enter_context(
+      monitoring.writers(
+        config.logging,
+        directory=config.run_directory,
+        name=config.name,
+        described=to_json(config),
+        note=self.view.note,
+      )
+    )
     self.log = metrics.RunLog(
-      self.config.run_directory, resume_at=self.version or None
+      config.run_directory, resume_at=self.version or None, writers=writers
     )
     self._stack.callback(self.log.close)
     reached = [row.get("seconds", 0.0) for row in self.log.dropped]
@@ -340,25 +359,27 @@ class _Run(Trainer):
     self,
     groups: Sequence[Group],
     row: dict[str, float],
-    began: float,
-    taken: float,
-    ended: float,
   ) -> None:
-    """Writes and shows one trained batch; times are of the monotonic clock.
+    """Writes and shows one batch, whose weights were just handed over.
 
     A batch's seconds go from the end of the one before to its own end, so
     that what happens in between (evaluations, checkpoints) is in the rates.
     """
     self.evaluations.log_ended(self.log)
+    intervals = self.loop.take()
+    ended = intervals[-1][1]
     seconds, self._ended = ended - self._ended, ended
     self.seconds += seconds
-    self.waited += taken - began
+    spent = dict.fromkeys(tracing.KINDS, 0.0)
+    for since, until, kind in intervals:
+      spent[kind] += until - since
+    self.waited += spent["wait"]
     generated = self.generator.counters().tokens
     row |= {
       **self.schedule.figures(),
       "generated_tokens_per_second": (generated - self._generated) / seconds,
       "trained_tokens_per_second": row["action_tokens"] / seconds,
-      "learner_wait_share": (taken - began) / seconds,
+      **{f"learner_{k}_share": s / seconds for k, s in spent.items()},
       "seconds": self.seconds,
     }
     failures = self.actor.failures
@@ -379,14 +400,13 @@ class _Run(Trainer):
         },
       },
     )
-    events = [("learner", began, taken, "wait")]
-    events.append(("learner", taken, ended, "train"))
+    events = [("learner", *interval) for interval in intervals]
     events += [("generator", *event) for event in self.generator.take_events()]
-    intervals = [
+    bars = [
       (part, kind, start - self._origin, end - self._origin)
       for part, start, end, kind in events
     ]
-    self.log.record("events", self.version, {"intervals": intervals})
+    self.log.record("events", self.version, {"intervals": bars})
     left = (self.config.batches / self.version - 1) * self.seconds
     self.view.batch(self.version, row | self.evaluations.latest, left)
 

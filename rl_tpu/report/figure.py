@@ -24,6 +24,9 @@ _COLORS = {
   "weights": "#ccbb44",
   "train": "#ee6677",
   "wait": "#dddddd",
+  "checkpoint": "#228833",
+  "evaluate": "#aa3377",
+  "compile": "#555555",
 }
 
 

@@ -3,8 +3,11 @@
   goodput = seconds in which the learner trained batches that the run kept
             / seconds of the loop, those of batches lost to a crash included
 
-The learner's seconds are training, waiting for trajectories, and the rest
-(evaluations that hold it up, checkpoints, starting). The generator's are
+The learner's seconds are training, waiting for trajectories, handing weights
+over, checkpoints, evaluations that hold it up, compiling, and the rest (logs,
+samples). `shares` are those of all its seconds, with what restarts lost as
+`lost`. What comes before the first batch and after the last is in neither. The
+generator's are
 generating, prefilling, taking weights (with recomputing interrupted sequences)
 and idling. Token goodput is the share of sampled tokens that were trained on.
 """
@@ -40,12 +43,15 @@ def account(
     kinds[rest] = max(total - sum(kinds.values()), 0.0)
   lost = sum(start.get("lost_seconds", 0.0) for start in starts)
   whole = total + lost
-  trained = parts.get("learner", {}).get("train", 0.0)
+  learner = parts.get("learner", {})
+  trained = learner.get("train", 0.0)
+  spent = {**learner, "lost": lost}
   return {
     "seconds": total,
     "lost_seconds": lost,
     "starts": len(starts),
     "parts": parts,
+    "shares": {kind: s / whole for kind, s in spent.items()} if whole else {},
     "goodput": trained / whole if whole else None,
     "token_goodput": _tokens(rows),
   }

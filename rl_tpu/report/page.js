@@ -3,7 +3,8 @@
 // in a column of pixels the lowest and the highest (see series.py).
 const COLORS = ["#1f6fd0", "#c2410c", "#2a8a4a", "#7a3fb0"];
 const KINDS = { train: "#c2410c", wait: "#cfd5dd", generate: "#1f6fd0",
-  prefill: "#58b5d8", weights: "#b59a00", other: "#8d7fa8", idle: "#e7eaee" };
+  prefill: "#58b5d8", weights: "#b59a00", checkpoint: "#2f7d32",
+  evaluate: "#9c2f78", compile: "#3b3f46", other: "#8d7fa8", idle: "#e7eaee" };
 const CHARTS = [
   ["Reward and held-out accuracy", ["reward", "heldout_accuracy",
     "heldout_greedy"]],

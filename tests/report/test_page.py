@@ -100,6 +100,9 @@ def test_goodput_counts_seconds_that_a_crash_lost(tmp_path):
   assert found["parts"]["learner"]["wait"] == pytest.approx(3.0)
   assert found["parts"]["generator"]["idle"] == pytest.approx(6.0)
   assert found["goodput"] == pytest.approx(9.0 / 16.0)
+  assert found["shares"]["wait"] == pytest.approx(3.0 / 16.0)
+  assert found["shares"]["lost"] == pytest.approx(4.0 / 16.0)
+  assert sum(found["shares"].values()) == pytest.approx(1.0)
   assert found["token_goodput"] == pytest.approx(0.8)
 
 

@@ -1,6 +1,7 @@
 """Score Centering's studies: their problem, their judges, the paper's runs."""
 
 import jax.numpy as jnp
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
@@ -59,6 +60,22 @@ def grid_rows(final):
       (2, final(cell["setting"], cell["method"]) + 0.001 * seed),
     )
   ]
+
+
+@pytest.mark.parametrize("study", [grids, online_offline, top_k])
+def test_what_is_measured_at_scale_smoke_is_judged_and_drawn(study):
+  rows = [
+    cell
+    | {"seed": 0, "batch": 2, "reward": 0.5, "head_mass": 0.99}
+    | {"heldout_accuracy": 0.5}
+    for cell in study.cells("smoke")
+  ]
+  for claim in study.ARTEFACTS.values():
+    assert claim.judge(rows).seen
+  figure = plt.figure()
+  study.draw(rows, figure)
+  figure.canvas.draw()
+  plt.close(figure)
 
 
 def as_in_the_paper(setting, method):

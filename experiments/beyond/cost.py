@@ -4,7 +4,7 @@
 
 The same batch (64 trajectories of 64 to 255 tokens in rows of 512, the
 sampler's head of 32 tokens) trained by each method of the matrix, four
-minibatches, on a policy of 7M parameters: processor seconds of whole updates,
+minibatches, on a policy of 0.9M parameters: processor seconds of whole updates,
 each followed by one of GRPO's, and their ratio. Memory is XLA's own account of
 the compiled programs: the largest of any one's arguments, results and temporary
 arrays; and bytes of what stays between updates, weights and optimizer. SAO has
@@ -27,7 +27,7 @@ from rl_tpu.figures import Cell, Claim, Row, Verdict, drawing
 from rl_tpu.models import transformer
 from rl_tpu.types import Batch, Trajectory
 
-MODEL, LENGTH, TRAJECTORIES, TIMED = "5m", 512, 64, 5
+MODEL, LENGTH, TRAJECTORIES, TIMED = "1m", 512, 64, 5
 CHUNK = 128
 """Positions whose logits live at once."""
 SIZE = (8.0, 3.2)

@@ -72,7 +72,7 @@ def test_sweeps_that_make_no_sense_are_refused(config_file, seeds, message):
 
 def test_a_config_without_a_sweep_is_refused():
   with pytest.raises(ConfigError, match="must define sweep"):
-    sweeps.read([launching.POD])
+    sweeps.read(["--config=experiments/pods/qwen3_8b_v5p64.py"])
 
 
 class Pretended:

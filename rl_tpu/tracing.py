@@ -98,11 +98,11 @@ def _told(tell: _Tell) -> Iterator[None]:
     _listening.tell = before
 
 
-def _heard(event: str, seconds: float, **_: object) -> None:
+def _heard(event: str, duration_secs: float, **_: str | int) -> None:
   tell = getattr(_listening, "tell", None)
   if event == _COMPILED and tell is not None:
     end = time.monotonic()
-    tell(end - seconds, end)
+    tell(end - duration_secs, end)
 
 
 _once = threading.Lock()

@@ -329,24 +329,37 @@ def test_scores_elsewhere_are_judged_against_sync_and_before(
   assert judged(elsewhere, name, scores(after)).outcome == outcome
 
 
-def test_streaming_is_judged_by_lag_and_empty_slots():
-  def rows(lag, tail, unused):
-    return [
+def streamed(lag, tail, unused):
+  """Rows in which throughput grows with the limit, and lag with it."""
+  rows = []
+  for cell in streaming.cells("cpu"):
+    single = cell["group"] == 1
+    place = streaming.LIMITS.index(cell["flying"])
+    rows.append(
       cell
       | {
-        "lag_mean": lag if cell["group"] == 1 else 2.0,
-        "lag_95": tail if cell["group"] == 1 else 4,
-        "slots_unused": unused if cell["group"] == 1 else 0.3,
-        "learner_waits": 0.1,
+        # At an equal limit G = 1 has twice the throughput.
+        "tokens_per_second": 1000.0 * 2**place * (2 if single else 1),
+        "lag_mean": 2.0**place * (2 * lag if single else 1),
+        "lag_95": 2.0**place * (2 * tail if single else 1),
+        "slots_unused": unused if single else 0.3,
       }
-      for cell in streaming.cells("cpu")
-    ]
+    )
+  return rows
 
+
+def test_streaming_is_judged_by_lag_at_equal_throughput():
   def outcome(*values):
-    return judged(streaming, "Fig. 2", rows(*values)).outcome
+    return judged(streaming, "Fig. 2", streamed(*values)).outcome
 
-  assert outcome(1.0, 4, 0.2) == "passed"
-  assert outcome(1.0, 5, 0.2) == outcome(1.0, 4, 0.4) == "weaker"
-  assert outcome(2.5, 3, 0.2) == "not_seen"
-  drawn(streaming, rows(1.0, 4, 0.2))
+  assert outcome(0.9, 1.0, 0.2) == "passed"
+  assert outcome(0.9, 1.1, 0.2) == outcome(0.9, 1.0, 0.4) == "weaker"
+  assert outcome(1.1, 0.9, 0.2) == "not_seen"
+  own, other = streaming.lags(streamed(0.5, 1.0, 0.2), "lag_mean", 1.0)
+  assert own.tolist() == [1.0, 2.0, 4.0] and other.tolist() == [2.0, 4.0, 8.0]
+  drawn(streaming, streamed(0.9, 1.0, 0.2))
+
+
+def test_a_quantile_counts_tokens():
   assert streaming._quantile({0: 90, 1: 5, 7: 5}, 0.95) == 1
+  assert streaming._quantile({0: 90, 1: 4, 7: 6}, 0.95) == 7

@@ -5,6 +5,7 @@ a lockstep schedule, so that the same seed gives the same numbers: every change
 to the config is an argument of the study's cells.
 """
 
+import math
 import os
 import pathlib
 import tempfile
@@ -55,7 +56,8 @@ def rows_of(
 
   Args:
     config: of the run; directory and cache are set here.
-    columns: metrics.csv's that are wanted; a batch without one counts not.
+    columns: metrics.csv's that are wanted; a batch without one, or where it
+      is not finite, counts not: values explain no variance where there is none.
     every: batches that share a row; the row's `batch` is the last of them.
   """
   with tempfile.TemporaryDirectory(prefix="study-") as directory:
@@ -67,6 +69,7 @@ def rows_of(
     row: Row = {"batch": last}
     for name in columns:
       values = [r[name] for r in span if name in r]
+      values = [value for value in values if math.isfinite(value)]
       if values:
         row[name] = sum(values) / len(values)
     found.append(row)

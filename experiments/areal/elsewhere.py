@@ -63,7 +63,7 @@ def configured(cell: Cell, scale: str) -> ml_collections.ConfigDict:
   eta, seed = cell["eta"], cell["seed"]
   if cell["item"] == "Table 5":
     config = tasks.tool_task(seed, eta, scale)
-    config.update(tasks.GRPO_SHAPE)
+    tasks.set_groups(config)
     config.learner.minibatches, config.learner.microbatch_rows = 4, 8
     config.learner.learning_rate = 2.5e-4
     settings.set_loss(config, "decoupled")
@@ -78,7 +78,9 @@ def configured(cell: Cell, scale: str) -> ml_collections.ConfigDict:
 
 def measure(cell: Cell, scale: str) -> list[Row]:
   """Means over each four batches."""
-  return training.rows_of(configured(cell, scale), COLUMNS, settings.EVERY)
+  config = configured(cell, scale)
+  every = min(settings.EVERY, config.batches)
+  return training.rows_of(config, COLUMNS, every)
 
 
 def _final(rows: Sequence[Row], item: str) -> dict[int, list[float]]:

@@ -44,10 +44,10 @@ def measure(cell: Cell, scale: str) -> list[Row]:
   config.max_turns = TURNS
   config.evaluation.problems = 32 if scale == "smoke" else 100
   if cell["method"] == "SAO":
-    tasks.set_loss(config, "sao", band="coding")
+    training.set_loss(config, "sao", band="coding")
   else:
-    config.update(tasks.GRPO_SHAPE)
-    tasks.set_loss(
+    tasks.set_groups(config)
+    training.set_loss(
       config,
       "score_centering",
       centering=False,

@@ -43,10 +43,10 @@ def set_method(config: ml_collections.ConfigDict, method: str) -> None:
   if method == "SAO":
     training.set_loss(config, "sao", band="math")
   elif method == "GRPO":
-    _group(config)
+    set_groups(config)
     training.set_loss(config, "grpo", clip_high=0.28)
   elif method == "GRPO+DIS":
-    _group(config)
+    set_groups(config)
     training.set_loss(config, "score_centering", baseline="group", **mask)
   elif method == "DIS only":
     training.set_loss(config, "score_centering", baseline="batch", **mask)
@@ -56,7 +56,7 @@ def set_method(config: ml_collections.ConfigDict, method: str) -> None:
     raise ValueError(f"method is {method!r}; see experiments/sao/tasks.py")
 
 
-def _group(config: ml_collections.ConfigDict) -> None:
-  """As many trajectories, in groups."""
+def set_groups(config: ml_collections.ConfigDict) -> None:
+  """As many trajectories, in groups of the paper's size."""
   config.groups_per_batch //= GROUP
   config.group_size = GROUP

@@ -129,7 +129,7 @@ class Reader:
     self._capsys.readouterr()
     code = command_line.main(["rl_tpu", *arguments])
     said = self._capsys.readouterr()
-    assert code == 0, said.err
+    assert code == 0, said.err + said.out
     if "--help" not in arguments:
       json.loads(said.out.splitlines()[-1])
 

@@ -491,7 +491,7 @@ def test_events_and_counters_follow_the_injected_clock():
   assert driver.take_events() == []
   counters = driver.counters()
   assert counters.busy_seconds == 4.0
-  assert counters.busy_seconds + counters.idle_seconds == 9.0
+  assert counters.busy_seconds + counters.idle_seconds == 11.0
   assert (counters.prompts, counters.completions, counters.tokens) == (1, 1, 3)
 
 

@@ -112,7 +112,8 @@ class Reader:
       self.check_flags(arguments)
     elif arguments is None:
       self.shell(text)
-    elif self._own:
+    elif self._own or "--preflight" in arguments:
+      # A preflight describes as many CPU devices as the meshes have.
       python = [sys.executable, "-m", "rl_tpu", *small(arguments)]
       self.shell(shlex.join(python))
     elif arguments[0] == "serve":

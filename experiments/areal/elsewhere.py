@@ -95,8 +95,9 @@ def _final(rows: Sequence[Row], item: str) -> dict[int, list[float]]:
 
 def _before(rows: Sequence[Row], item: str) -> list[float]:
   """Reward of what the initial weights sampled, by seed."""
-  first = min(row["batch"] for row in rows)
-  return drawing.values(rows, "reward", item=item, eta=4, batch=first)
+  own = drawing.where(rows, item=item, eta=4)
+  first = min(row["batch"] for row in own)
+  return drawing.values(own, "reward", batch=first)
 
 
 def _said(found: dict[int, list[float]]) -> str:

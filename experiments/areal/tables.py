@@ -64,7 +64,7 @@ PARTS = {
   "parameter storage": "rl_tpu.transfer",
 }
 """Of Fig. 2, and what stands for each."""
-README = pathlib.Path(__file__).parents[2] / "README.md"
+README = pathlib.Path(__file__).resolve().parents[2] / "README.md"
 SIZE = (10.0, 5.0)
 
 

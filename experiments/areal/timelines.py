@@ -50,6 +50,9 @@ KINDS = {
   "weights": "#f0e442",
   "train": "#d55e00",
   "wait": "#dddddd",
+  "evaluate": "#009e73",
+  "checkpoint": "#cc79a7",
+  "compile": "#777777",
 }
 _NAMES = {"decode": "generate", "swap": "weights"}
 """Of a simulated generator's kinds, those that a run has other names for."""

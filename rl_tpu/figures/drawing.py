@@ -74,9 +74,10 @@ def curve(axes, rows: Sequence[Row], x: str, y: str, **style) -> None:
   """Means over rows of equal `x`, with their range over seeds as a band.
 
   The range, not an interval: three seeds say little about a spread, and the
-  range says only what was seen.
+  range says only what was seen. Rows without `y` are left out.
   """
-  places = sorted({float(row[x]) for row in rows if y in row})
+  rows = [row for row in rows if y in row]
+  places = sorted({float(row[x]) for row in rows})
   groups = [values(rows, y, **{x: place}) for place in places]
   (line,) = axes.plot(places, [np.mean(g) for g in groups], **style)
   axes.fill_between(

@@ -8,7 +8,6 @@ slices of one shape only. The command registers Pathways with JAX first, see
 under_pathways.py.
 """
 
-import subprocess
 from collections.abc import Sequence
 
 from launch import gke, xpk
@@ -18,6 +17,7 @@ from launch.steps import Step
 from rl_tpu.config import ConfigError
 
 NEEDS = ("project", "zone", "cluster", "image", "storage", "artifacts")
+outcome = gke.outcome
 _PROGRAM = ("python", "-m", "launch.under_pathways", "train")
 
 
@@ -67,11 +67,6 @@ def start(plan: Plan) -> list[Step]:
 def status(plan: Plan) -> Step:
   """Asks for the end that the workload's JobSet has come to."""
   return gke.terminal_state(plan.settings, plan.name)
-
-
-def outcome(asked: subprocess.CompletedProcess[str]) -> str:
-  """See gke.outcome."""
-  return gke.outcome(asked)
 
 
 def stop(plan: Plan) -> list[Step]:

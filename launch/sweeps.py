@@ -34,6 +34,7 @@ from launch import backends, here, plan
 from launch import steps as sending
 from launch.settings import Settings
 from launch.steps import Step
+from rl_tpu import metrics
 from rl_tpu.config import ConfigError, digest
 
 STOPPED = 130
@@ -270,7 +271,7 @@ class State:
     """
     content = {**described, "runs": {}}
     if path.exists():
-      content = json.loads(path.read_text())
+      content = metrics.read_json(path)
       for name, value in described.items():
         if content.get(name) != value:
           raise ConfigError(
@@ -287,9 +288,7 @@ class State:
   def set(self, run: Run, state: str) -> None:
     """Writes it down at once."""
     self._content["runs"][run.id] = {"fields": run.fields, "state": state}
-    new = self._path.with_suffix(".new")
-    new.write_text(json.dumps(self._content, indent=1) + "\n")
-    new.replace(self._path)
+    metrics.write_json(self._path, self._content)
 
   def log(self, run: Run) -> pathlib.Path:
     """Where a run on this machine writes."""

@@ -9,7 +9,6 @@ Only the trainer's workload ends by itself: `stop` deletes all of them.
 """
 
 import shlex
-import subprocess
 from collections.abc import Sequence
 
 from launch import gke
@@ -23,6 +22,7 @@ MOST_ON_A_HOST = {"v5e": 1, "v5p": 4, "v6e": 4}
 """XPK's machines: ct5lp-hightpu-4t has slices of two hosts or more."""
 FAMILIES = {"v5e": "v5litepod", "v5p": "v5p", "v6e": "v6e"}
 """Of --tpu-type=FAMILY-TOPOLOGY."""
+outcome = gke.outcome
 _JOB = "slice-job"
 _RETRIED = "1"
 """Exit code of a process that failed; XPK itself tries 127 to 255 again, but
@@ -59,11 +59,6 @@ def start(plan: Plan) -> list[Step]:
 def status(plan: Plan) -> Step:
   """Asks for the end that the trainer's JobSet has come to."""
   return gke.terminal_state(plan.settings, _trainer(plan))
-
-
-def outcome(asked: subprocess.CompletedProcess[str]) -> str:
-  """See gke.outcome."""
-  return gke.outcome(asked)
 
 
 def stop(plan: Plan) -> list[Step]:

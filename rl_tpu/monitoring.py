@@ -7,7 +7,6 @@ one, and an HTTP port from which Prometheus scrapes the newest values.
 
 import contextlib
 import dataclasses
-import hashlib
 import importlib.util
 import math
 import pathlib
@@ -17,7 +16,7 @@ from typing import Any, Literal
 
 import prometheus_client
 
-from rl_tpu.config import ConfigError
+from rl_tpu.config import ConfigError, digest
 from rl_tpu.metrics import Writer
 
 
@@ -117,7 +116,7 @@ class _WandbWriter:
       entity=config.entity,
       mode=config.mode,
       name=f"{name} {directory.name}",
-      id=hashlib.sha256(place.encode()).hexdigest()[:16],
+      id=digest(place),
       resume="allow",
       dir=place,
       config=dict(described),

@@ -45,6 +45,11 @@ def field(row: Mapping[str, Any], name: str, path: str) -> str:
   return value.decode("utf-8") if isinstance(value, bytes) else str(value)
 
 
+def contents(*paths: str | None) -> dict[str, str]:
+  """Names what files hold, for a task's fingerprint; None is no file."""
+  return {f"contents of {path}": digest(path) for path in paths if path}
+
+
 def digest(path: str) -> str:
   """Names the contents of a file, or of all files of a folder."""
   where, found = pathlib.Path(path), hashlib.sha256()

@@ -20,14 +20,12 @@ import pathlib
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 
 Kind = Literal["wait", "train", "weights", "checkpoint", "evaluate", "compile"]
-KINDS: tuple[Kind, ...] = (
-  *("wait", "train", "weights", "checkpoint", "evaluate", "compile"),
-)
+KINDS: tuple[Kind, ...] = get_args(Kind)
 Interval = tuple[float, float, Kind]
 """Start and end, in seconds of the monotonic clock."""
 

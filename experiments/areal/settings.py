@@ -13,11 +13,10 @@ quickstart's: with 1e-3 decoupled PPO fell behind PPO at a lag of 8 (one seed).
 """
 
 import math
-from typing import Any
 
 import ml_collections
 
-from experiments import quickstart, training
+from experiments import quickstart
 from rl_tpu import algorithms, envs, learner, parts, sft, sharding
 from rl_tpu.config import Choice, to_config_dict
 from rl_tpu.generation import engine
@@ -48,16 +47,11 @@ RUN = {"1.5b": 250, "7b": 250, "14b": 80, "32b": 60}
 
 def loss(name: str, baseline: str = "batch") -> Choice:
   """One of LOSSES as the paper has it: clip 0.2, weights without a cap."""
-  module = algorithms.get(LOSSES[name])
-  fields = _fields(name, baseline)
-  return Choice(name=LOSSES[name], config=module.Config(**fields))
-
-
-def _fields(name: str, baseline: str) -> dict[str, Any]:
   fields = {"baseline": baseline, "clip_low": 0.2, "clip_high": 0.2}
   if name == "decoupled":
     fields["behavior_weight_cap"] = None
-  return fields
+  module = algorithms.get(LOSSES[name])
+  return Choice(name=LOSSES[name], config=module.Config(**fields))
 
 
 def model(name: str) -> transformer.Config:
@@ -134,7 +128,7 @@ def set_loss(
   config: ml_collections.ConfigDict, name: str, baseline: str = "batch"
 ) -> None:
   """Gives a config one of LOSSES."""
-  training.set_loss(config, LOSSES[name], **_fields(name, baseline))
+  config.algorithm = to_config_dict(loss(name, baseline))
 
 
 def lag(eta: float) -> int:

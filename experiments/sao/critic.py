@@ -59,9 +59,9 @@ def _late(rows: Sequence[Row], name: str, arm: str) -> list[float]:
   """A column's mean over the second half of the run, by seed; NaN: has none."""
   half = max(row["batch"] for row in rows) / 2
   own = [r for r in drawing.where(rows, arm=arm) if r["batch"] > half]
+  had = [row for row in own if name in row]
   found = []
   for seed in sorted({row["seed"] for row in own}):
-    had = [row for row in own if name in row]
     values = drawing.values(had, name, seed=seed)
     found.append(float(np.mean(values)) if values else float("nan"))
   return found

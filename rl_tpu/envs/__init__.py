@@ -350,6 +350,34 @@ def of_split(
       yield row
 
 
+def of_files(
+  rows_of: Callable[[str], Iterable[tuple[str, Mapping[str, Any]]]],
+  path: str,
+  heldout_path: str | None,
+  split: Split,
+  fraction: float,
+) -> Iterator[Mapping[str, Any]]:
+  """`of_split` for rows of a file, or of two: the second is what is held out.
+
+  A row that is in both is held out.
+
+  Args:
+    rows_of: gives the rows of a file, with the identity of each.
+    path: the file.
+    heldout_path: the second; None: a share of the first is held out.
+    split: which.
+    fraction: that share.
+
+  Raises:
+    ValueError: there is no such split.
+  """
+  kept = None
+  if heldout_path:
+    kept = {identity for identity, _ in rows_of(heldout_path)}
+    path = heldout_path if split == "heldout" else path
+  return of_split(rows_of(path), split, fraction, kept)
+
+
 def group(
   task: Task, prompt: Prompt, size: int
 ) -> Sequence[Environment | Agent]:

@@ -28,7 +28,7 @@ from rl_tpu.envs import (
   TextEnvironment,
   encode_action,
   encode_question,
-  of_split,
+  of_files,
 )
 from rl_tpu.models.tokenizer import Tokenizer
 from rl_tpu.ops import check_choices, check_fields
@@ -105,20 +105,19 @@ class Task:
     """The config, the files' contents and Math-Verify's version."""
     config = dataclasses.asdict(self.config)
     config["version"] = importlib.metadata.version("math-verify")
-    for path in filter(None, (self.config.path, self.config.heldout_path)):
-      config[f"contents of {path}"] = records.digest(path)
+    config |= records.contents(self.config.path, self.config.heldout_path)
     return json.dumps(config, sort_keys=True)
 
   def records(self, split: Split) -> Iterator[Mapping[str, Any]]:
     """Yields each question of the split once."""
-    config, kept = self.config, None
-    path = config.path
-    if config.heldout_path:
-      # A question that is in both files is held out.
-      kept = {row["question"] for row in self._rows(config.heldout_path)}
-      path = config.heldout_path if split == "heldout" else path
-    asked = ((row["question"], row) for row in self._rows(path))
-    return of_split(asked, split, config.heldout_fraction, kept)
+
+    def asked(path: str):
+      return ((row["question"], row) for row in self._rows(path))
+
+    config = self.config
+    return of_files(
+      asked, config.path, config.heldout_path, split, config.heldout_fraction
+    )
 
   def prompt(self, row: Mapping[str, Any], index: int) -> Prompt:
     """Renders a row's question."""

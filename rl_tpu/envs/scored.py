@@ -29,7 +29,7 @@ from rl_tpu.envs import (
   TextEnvironment,
   encode_action,
   encode_question,
-  of_split,
+  of_files,
 )
 from rl_tpu.models.tokenizer import Tokenizer
 from rl_tpu.ops import check_fields
@@ -121,19 +121,19 @@ class Task:
     """All but the function, on which no row depends, and the contents."""
     config = dataclasses.asdict(self.config)
     del config["reward"]
-    for path in filter(None, (self.config.path, self.config.heldout_path)):
-      config[f"contents of {path}"] = records.digest(path)
+    config |= records.contents(self.config.path, self.config.heldout_path)
     return json.dumps(config, sort_keys=True)
 
   def records(self, split: Split) -> Iterator[Mapping[str, Any]]:
     """Yields each question of the split once."""
-    config, kept = self.config, None
-    path = config.path
-    if config.heldout_path:
-      # A question that is in both files is held out.
-      kept = {prompt for prompt, _ in self._rows(config.heldout_path)}
-      path = config.heldout_path if split == "heldout" else path
-    return of_split(self._rows(path), split, config.heldout_fraction, kept)
+    config = self.config
+    return of_files(
+      self._rows,
+      config.path,
+      config.heldout_path,
+      split,
+      config.heldout_fraction,
+    )
 
   def _rows(self, path: str) -> Iterator[tuple[str, dict[str, str]]]:
     for row in records.read(path):

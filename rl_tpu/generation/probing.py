@@ -31,11 +31,7 @@ async def reach(address: str, word: str, timeout_seconds: float) -> str:
     return f"{address} does not answer within {timeout_seconds:g} s"
   except OSError as error:
     return f"{address} cannot be reached: {error}"
-  return (
-    ""
-    if line.decode("utf-8", "replace") == word
-    else (f"{address} is another process")
-  )
+  return "" if line == word.encode() else f"{address} is another process"
 
 
 def read(path: str, word: str) -> str:
@@ -51,8 +47,4 @@ def read(path: str, word: str) -> str:
       found = file.read(_LONGEST_WORD)
   except OSError as error:
     return f"{path} cannot be read: {error}"
-  return (
-    ""
-    if found.decode("utf-8", "replace") == word
-    else (f"{path} is another file")
-  )
+  return "" if found == word.encode() else f"{path} is another file"

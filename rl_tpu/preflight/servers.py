@@ -59,16 +59,28 @@ def checks(
   def answers() -> list[Answer]:
     return asyncio.run(ask_all(config))
 
-  def judged(judge: Callable[[parts.Config, Answer], str]) -> str:
-    return _every(answers(), lambda answer: judge(config, answer))
+  @functools.cache
+  def ours() -> dict[str, Any]:
+    return identity.describe(config, parts.make_tokenizer(config))
+
+  code = functools.cache(lambda: identity.of_code())
+
+  def judged(judge: Callable[[Answer], str]) -> Callable[[], str]:
+    return lambda: _every(answers(), judge)
 
   return (
     ("generators answer", lambda: reached(answers())),
-    ("generators reach the trainer", lambda: judged(reaches_back)),
-    ("generators' config", lambda: judged(same_config)),
-    ("generators' topology", lambda: judged(same_topology)),
-    ("versions", lambda: judged(same_versions)),
-    ("clocks", lambda: judged(same_time)),
+    (
+      "generators reach the trainer",
+      judged(lambda a: reaches_back(config, a)),
+    ),
+    ("generators' config", judged(lambda a: same_config(ours(), a))),
+    (
+      "generators' topology",
+      judged(lambda a: same_topology(config, a)),
+    ),
+    ("versions", judged(lambda a: same_versions(code(), a))),
+    ("clocks", judged(same_time)),
   )
 
 
@@ -108,9 +120,8 @@ def reaches_back(config: parts.Config, answer: Answer) -> str:
   )
 
 
-def same_config(config: parts.Config, answer: Answer) -> str:
-  """It would sample what this run trains on."""
-  ours = identity.describe(config, parts.make_tokenizer(config))
+def same_config(ours: dict[str, Any], answer: Answer) -> str:
+  """It would sample what this run trains on; `ours` as of `identity`."""
   theirs = answer.identity
   lines = differences(
     theirs["config"], ours["config"], says="it has {!r}, this config {!r}"
@@ -135,10 +146,9 @@ def same_topology(config: parts.Config, answer: Answer) -> str:
   return f"they are on {wanted}"
 
 
-def same_versions(config: parts.Config, answer: Answer) -> str:
+def same_versions(ours: dict[str, str], answer: Answer) -> str:
   """It runs this code, on these packages."""
-  del config
-  ours, theirs = identity.of_code(), answer.identity["code"]
+  theirs = answer.identity["code"]
   lines = [
     f"{name} is {theirs.get(name)}, here {version}"
     for name, version in ours.items()
@@ -149,9 +159,8 @@ def same_versions(config: parts.Config, answer: Answer) -> str:
   return ", ".join(f"{name} {version}" for name, version in ours.items())
 
 
-def same_time(config: parts.Config, answer: Answer) -> str:
+def same_time(answer: Answer) -> str:
   """Its clock says what ours does."""
-  del config
   if abs(answer.skew) - answer.doubt > MOST_SKEW_SECONDS:
     raise ConfigError(
       f"its clock is {answer.skew:+.1f} s from this one's; at most "

@@ -75,6 +75,8 @@ def run(
   mismatch: quantization.Config,
   seed: Int[Array, ""],
   steps: int,
+  *,
+  bias: float = 0.0,
 ) -> Curve:
   """Trains from scratch; traceable, the seed too.
 
@@ -84,6 +86,7 @@ def run(
     mismatch: of the sampler; its noise is drawn anew for each seed.
     seed: of weights, noise and sampling.
     steps: of one batch each.
+    bias: added to what each trajectory earns; not in the curve's reward.
   """
   start, noisy, sampling = jax.random.split(jax.random.key(seed), 3)
   begun, right = init(start)
@@ -98,6 +101,8 @@ def run(
     sampler = quantization.snap_weights(served, mismatch, noise)
     key = jax.random.fold_in(sampling, number)
     batch, states, reward = _sample(sampler, mismatch.kv, right, key)
+    earned = batch.rewards.at[:, -1].add(bias)
+    batch = dataclasses.replace(batch, rewards=earned)
     outputs = _outputs(params, batch, states)
     advantages = module.advantages(batch, outputs, config)
     batch = dataclasses.replace(batch, advantages=advantages)

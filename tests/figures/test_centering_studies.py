@@ -133,9 +133,10 @@ def test_the_order_of_reward_forms_offline(best, worst, outcome):
     cell
     | {
       "batch": 60,
-      "heldout_accuracy": {best: 0.9, worst: 0.1}.get(cell["form"], 0.5),
+      column: {best: 0.9, worst: 0.1}.get(cell["form"], 0.5),
     }
     for cell in online_offline.cells("cpu")
+    for column in ("heldout_accuracy", "reward")
   ]
   claims = online_offline.ARTEFACTS
   assert claims["Fig. 2: offline"].judge(rows).outcome == outcome

@@ -3,8 +3,8 @@
   python -m rl_tpu figures sao/clips
 
 The ablation that the paper lacks: SAO's advantages are the batch's here, so
-that nothing but the treatment of the ratio differs. On the tool task with every
-token 16 versions stale, 60 batches of 128 trajectories, three seeds.
+that nothing but the treatment of the ratio differs. On `tasks.half_taught` with
+every token 16 versions stale, 120 batches of 128 trajectories, three seeds.
 
 | clip | ratio r = target/behavior |
 |---|---|
@@ -41,7 +41,7 @@ def cells(scale: str) -> list[Cell]:
 
 def measure(cell: Cell, scale: str) -> list[Row]:
   """Means over every twelfth of the run."""
-  config = tasks.tool_task(cell["seed"], LAG, scale)
+  config = tasks.half_taught(cell["seed"], scale, lag=LAG)
   fields = CLIPS[cell["clip"]]
   training.set_loss(
     config, "score_centering", centering=False, baseline="batch", **fields
@@ -51,25 +51,25 @@ def measure(cell: Cell, scale: str) -> list[Row]:
 
 def _mask_first(rows: Sequence[Row]) -> Verdict:
   """The mask is not below any other, and above no clip at all."""
-  final = comparing.final(rows, "clip", tuple(CLIPS))
+  late = comparing.late(rows, "clip", tuple(CLIPS))
   found = {
-    name: drawing.difference(final["mask"], final[name])
+    name: drawing.difference(late["mask"], late[name])
     for name in ("clamp", "one side", "none")
   }
   level = all(m >= -np.nan_to_num(half) for m, half in found.values())
   if not level:
-    return Verdict(outcome="not_seen", seen=comparing.said(final))
+    return Verdict(outcome="not_seen", seen=comparing.said(late))
   clear = all(mean > half for mean, half in found.values())
   outcome = "passed" if clear else "weaker"
-  return Verdict(outcome=outcome, seen=comparing.said(final))
+  return Verdict(outcome=outcome, seen=comparing.said(late))
 
 
 ARTEFACTS = {
   "ablation: clips": Claim(
     shows="not in the paper, whose argument is that masking beats clamping and "
     "one side once data is stale",
-    rule="final held-out accuracy: mask above clamp, one side and none by more "
-    "than the interval of the difference",
+    rule="held-out accuracy, mean of the second half: mask above clamp, one "
+    "side and none by more than the interval of the difference",
     judge=_mask_first,
   )
 }

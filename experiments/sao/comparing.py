@@ -1,6 +1,9 @@
 """How this folder's studies read and draw arms that trained side by side."""
 
+import math
 from collections.abc import Sequence
+
+import numpy as np
 
 from rl_tpu.figures import Cell, Row, Verdict, drawing
 
@@ -9,6 +12,29 @@ def cells(column: str, arms: Sequence[str], scale: str) -> list[Cell]:
   """Arms by three seeds, or by one at scale smoke."""
   seeds = (0,) if scale == "smoke" else (0, 1, 2)
   return [{column: arm, "seed": seed} for arm in arms for seed in seeds]
+
+
+def late(
+  rows: Sequence[Row],
+  column: str,
+  arms: Sequence[str],
+  name: str = "heldout_accuracy",
+) -> dict[str, list[float]]:
+  """A figure's mean over the second half of the run, by arm and seed.
+
+  One evaluation of 200 problems is off by 0.03 or so; six are by less. NaN
+  where a run's second half has none.
+  """
+  half = max(row["batch"] for row in rows) / 2
+  second = [row for row in rows if row["batch"] > half]
+  seeds = sorted({row["seed"] for row in rows})
+  found = {}
+  for arm in arms:
+    own = drawing.where(second, **{column: arm})
+    had = [row for row in own if name in row]
+    by_seed = [drawing.values(had, name, seed=seed) for seed in seeds]
+    found[arm] = [float(np.mean(v)) if v else math.nan for v in by_seed]
+  return found
 
 
 def final(

@@ -3,8 +3,10 @@
   python -m rl_tpu figures sao/critic
 
 SAO with its critic's updates per batch (K) and trained weights varied, VAPO,
-and a running mean of the prompt's outcomes, on the tool task with every token
-8 versions stale: 60 batches of 128 trajectories each, three seeds.
+and a running mean of the prompt's outcomes, on `tasks.half_taught`: 120 batches
+of 128 trajectories each, every token 4 versions stale, three seeds. The rules
+compare means of the second half and were fixed before the sweep. Fig. 4c's
+holds by choice of the rate, on seed 0; that it holds on the others is measured.
 """
 
 from collections.abc import Sequence
@@ -15,7 +17,6 @@ from experiments import training
 from experiments.sao import comparing, tasks
 from rl_tpu.figures import Cell, Claim, Row, Verdict, drawing
 
-LAG = 8
 ARMS = {
   "SAO": {},
   "K = 1": {"critic_updates": 1},
@@ -38,7 +39,7 @@ def cells(scale: str) -> list[Cell]:
 
 def measure(cell: Cell, scale: str) -> list[Row]:
   """Means over every twelfth of the run."""
-  config = tasks.tool_task(cell["seed"], LAG, scale)
+  config = tasks.half_taught(cell["seed"], scale)
   fields = ARMS[cell["arm"]]
   if fields is not None:
     training.set_loss(config, "sao", band="math", **fields)
@@ -49,28 +50,12 @@ def measure(cell: Cell, scale: str) -> list[Row]:
   return training.rows_of(config, COLUMNS, max(config.batches // 12, 1))
 
 
-def _ablations(rows: Sequence[Row], arms: Sequence[str]) -> Verdict:
-  """SAO above each of the arms, by more than their difference's interval."""
-  final = comparing.final(rows, "arm", ("SAO", *arms))
-  return comparing.above(final, "SAO", arms)
-
-
-def _late(rows: Sequence[Row], name: str, arm: str) -> list[float]:
-  """A column's mean over the second half of the run, by seed; NaN: has none."""
-  half = max(row["batch"] for row in rows) / 2
-  own = [r for r in drawing.where(rows, arm=arm) if r["batch"] > half]
-  had = [row for row in own if name in row]
-  found = []
-  for seed in sorted({row["seed"] for row in own}):
-    values = drawing.values(had, name, seed=seed)
-    found.append(float(np.mean(values)) if values else float("nan"))
-  return found
-
-
-def _more(rows: Sequence[Row], name: str, more: str, less: str) -> Verdict:
-  """A column is larger in one arm than in another, in the second half."""
-  late = {arm: _late(rows, name, arm) for arm in (more, less)}
-  return comparing.above(late, more, [less])
+def _first(
+  rows: Sequence[Row], name: str, first: str, others: Sequence[str]
+) -> Verdict:
+  """One arm's figure above others', by more than the difference's interval."""
+  found = comparing.late(rows, "arm", (first, *others), name)
+  return comparing.above(found, first, others)
 
 
 def _masked(rows: Sequence[Row]) -> Verdict:
@@ -81,32 +66,38 @@ def _masked(rows: Sequence[Row]) -> Verdict:
   return Verdict(outcome="passed" if small else "not_seen", seen=seen)
 
 
+_RULE = (
+  "held-out accuracy, mean of the second half: SAO above both by more than the "
+  "interval of the difference"
+)
 ARTEFACTS = {
   "Table 3": Claim(
     shows="frozen attention and K = 2: 97.3; K = 1: 95.0; all trained: 90.6 "
     "(AIME 2025)",
-    rule="final held-out accuracy: SAO above both by more than the interval of "
-    "the difference",
-    judge=lambda rows: _ablations(rows, ("K = 1", "all trained")),
+    rule=_RULE,
+    judge=lambda rows: _first(
+      rows, "heldout_accuracy", "SAO", ("K = 1", "all trained")
+    ),
   ),
   "Table 4": Claim(
     shows="SAO 97.3, VAPO 91.3 before it collapses, running mean 79.8",
-    rule="final held-out accuracy: SAO above both by more than the interval of "
-    "the difference",
-    judge=lambda rows: _ablations(rows, ("VAPO", "running mean")),
+    rule=_RULE,
+    judge=lambda rows: _first(
+      rows, "heldout_accuracy", "SAO", ("VAPO", "running mean")
+    ),
   ),
   "Fig. 4a": Claim(
     shows="late explained variance is 0.60 with K = 2, about 0.51 with K = 1",
     rule="its mean over the second half is larger with K = 2, by more than the "
     "interval of the difference",
-    judge=lambda rows: _more(rows, "explained_variance", "SAO", "K = 1"),
+    judge=lambda rows: _first(rows, "explained_variance", "SAO", ["K = 1"]),
   ),
   "Fig. 4b": Claim(
     shows="the critic's gradient norm is 4 to 5 with frozen attention and "
     "climbs to 10 without",
     rule="its mean over the second half is larger where all is trained, by "
     "more than the interval of the difference",
-    judge=lambda rows: _more(rows, "critic_grad_norm", "all trained", "SAO"),
+    judge=lambda rows: _first(rows, "critic_grad_norm", "all trained", ["SAO"]),
   ),
   "Fig. 4c": Claim(
     shows="SAO masks 0.04 to 0.6% of tokens",

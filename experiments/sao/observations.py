@@ -4,9 +4,9 @@
 
 The ablation that the paper lacks. Two ways to count a trajectory's length l in
 lambda = 1 - 1/(alpha l): its action tokens, which is SAO, or all tokens of the
-response, observations among them; over alpha. On the tool task with every token
-8 versions stale, 60 batches of 128 trajectories, three seeds. At alpha = inf
-lambda is 1 and nothing may differ.
+response, observations among them; over alpha. On `tasks.half_taught`, 60
+batches of 128 trajectories, every token 4 versions stale, three seeds. At alpha
+= inf lambda is 1 and nothing may differ.
 """
 
 import math
@@ -16,7 +16,7 @@ from experiments import training
 from experiments.sao import tasks
 from rl_tpu.figures import Cell, Claim, Row, Verdict, drawing
 
-LAG = 8
+BATCHES = 60
 ALPHAS = (0.05, 0.5, 1.5, math.inf)
 LENGTHS = ("action", "response")
 COLUMNS = ("reward", "heldout_accuracy", "explained_variance")
@@ -35,7 +35,7 @@ def cells(scale: str) -> list[Cell]:
 
 def measure(cell: Cell, scale: str) -> list[Row]:
   """Means over every twelfth of the run."""
-  config = tasks.tool_task(cell["seed"], LAG, scale)
+  config = tasks.half_taught(cell["seed"], scale, BATCHES)
   training.set_loss(
     config,
     "sao",

@@ -40,7 +40,7 @@ NOISE = 0.001
 """The paper's, of the sampler's weights."""
 RATE = 1e-3
 """Of Adam: high enough that a run can fail within its 60 batches."""
-COLUMNS = ("heldout_accuracy", "entropy", "grad_norm")
+METRICS = ("heldout_accuracy", "entropy", "grad_norm")
 COIN = "online, coin"
 COIN_NOISE, COIN_STEPS, COIN_SEEDS, PARTS = 0.1, 640, 10, 16
 SIZE = (10.0, 3.2)
@@ -113,7 +113,7 @@ def _trained(cell: Cell, scale: str) -> list[Row]:
   methods.set_method(config, "PG", baseline=baseline)
   period = SAMPLERS[str(cell["sampler"])]
   settings.differ(config, {"weight_noise": NOISE, "refresh_period": period})
-  return training.rows_of(config, COLUMNS, config.evaluation.every)
+  return training.rows_of(config, METRICS, config.evaluation.every)
 
 
 def _final(rows: Sequence[Row], sampler: str) -> dict[str, list[float]]:

@@ -168,6 +168,36 @@ def test_measured_weights_of_sequences_and_signs_are_the_tables():
   assert corrections.ARTEFACTS["Table 1"].judge(wrong).outcome == "not_seen"
 
 
+@pytest.mark.parametrize("scale", ["smoke", "cpu"])
+def test_runs_online_and_offline_build(scale, monkeypatch):
+  built = set()
+
+  def rows_of(config, columns, every):
+    build(parts.Config, config)
+    built.add(config.to_json())
+    assert config.batches % every == 0
+    return []
+
+  monkeypatch.setattr(online_offline.training, "rows_of", rows_of)
+  cells = [
+    dict(cell)
+    for cell in online_offline.cells(scale)
+    if cell["sampler"] != online_offline.COIN
+  ]
+  for cell in cells:
+    online_offline.measure(cell, scale)
+  assert len(built) == len(cells)
+
+
+def test_on_coin_each_form_of_the_reward_trains_another_policy():
+  short = {"sampler": online_offline.COIN, "seed": 0}
+  entropy = {
+    form: online_offline.measure(short | {"form": form}, "smoke")[-1]["entropy"]
+    for form in online_offline.FORMS
+  }
+  assert len(set(entropy.values())) == 3
+
+
 @pytest.mark.parametrize("study", [grids, online_offline, top_k])
 def test_the_papers_runs_build(study, monkeypatch):
   built = []

@@ -123,9 +123,9 @@ def draw(rows: Sequence[Row], figure) -> None:
     axes.axhline(with_ / without, color=drawing.PAPER["color"], linestyle=":")
     axes.annotate(
       f"{name}, the paper (interval not stated)",
-      (0.99, with_ / without),
+      (0.01, with_ / without),
       xycoords=("axes fraction", "data"),
-      ha="right",
+      ha="left",
       va="bottom" if name == "7B" else "top",
       fontsize=7,
     )

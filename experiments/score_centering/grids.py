@@ -274,7 +274,7 @@ ARTEFACTS = {
 
 
 def draw(rows: Sequence[Row], figure) -> None:
-  """The sampler's reward by step, one panel for each setting."""
+  """The sampler's reward by step, and the range of PG's and SC's seeds."""
   names = [n for n in SETTINGS if drawing.where(rows, setting=n)]
   panels = figure.subplots(2, -(-len(names) // 2), sharey=True, squeeze=False)
   for axes, name in itertools.zip_longest(panels.flat, names):
@@ -306,4 +306,5 @@ def _styles(rows: Sequence[Row], setting: str):
         "color": drawing.COLORS[index % len(drawing.COLORS)],
         "linewidth": 2.0 if centered else 1.0,
         "linestyle": "-" if centered else ("--", ":")[index // 8],
+        "band": name in ("PG", "SC"),
       }

@@ -70,16 +70,21 @@ def values(rows: Sequence[Row], name: str, **columns: object) -> list[float]:
   return [float(row[name]) for row in where(rows, **columns)]
 
 
-def curve(axes, rows: Sequence[Row], x: str, y: str, **style) -> None:
+def curve(
+  axes, rows: Sequence[Row], x: str, y: str, *, band: bool = True, **style
+) -> None:
   """Means over rows of equal `x`, with their range over seeds as a band.
 
   The range, not an interval: three seeds say little about a spread, and the
-  range says only what was seen. Rows without `y` are left out.
+  range says only what was seen. Rows without `y` are left out. Many bands in
+  one panel hide the lines: there, without.
   """
   rows = [row for row in rows if y in row]
   places = sorted({float(row[x]) for row in rows})
   groups = [values(rows, y, **{x: place}) for place in places]
   (line,) = axes.plot(places, [np.mean(g) for g in groups], **style)
+  if not band:
+    return
   axes.fill_between(
     places,
     [min(g) for g in groups],

@@ -287,12 +287,13 @@ function parts() {
     for (const [part, kinds] of Object.entries(run.goodput.parts))
       for (const [kind, seconds] of Object.entries(kinds))
         table.append(el("tr", {}, ...["AB"[r], part, kind, seconds.toFixed(1),
-          percent(seconds / run.goodput.seconds)].map((text) =>
+          percent(part === "learner" ? run.goodput.shares[kind]
+            : seconds / run.goodput.seconds)].map((text) =>
             el("td", {}, text))));
     if (run.goodput.lost_seconds) table.append(el("tr", {}, ...["AB"[r],
       "learner", "lost to crashes, trained again",
-      run.goodput.lost_seconds.toFixed(1), ""].map((text) =>
-        el("td", {}, text))));
+      run.goodput.lost_seconds.toFixed(1), percent(run.goodput.shares.lost)]
+        .map((text) => el("td", {}, text))));
   });
   main.append(el("div", { class: "card" }, table));
 }

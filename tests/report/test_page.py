@@ -197,6 +197,14 @@ def test_a_browser_reads_the_page_by_keyboard_without_complaint(tmp_path):
       body = await tab.value("document.body.innerText")
       assert "of trajectories end without a stop token" in body
       assert "versions 4, 5" in body
+      spent = (
+        "[...document.querySelectorAll('.plain tr')].map(r => r.innerText)"
+      )
+      spent = [row.split("\t") for row in await tab.value(spent)]
+      learner = [row for row in spent if row[1] == "learner"]
+      shares = [float(row[4].rstrip("%")) for row in learner]
+      assert sum(shares) == pytest.approx(100, abs=0.2)
+      assert learner[-1][2].startswith("lost") and shares[-1] == 25.0
       await tab.value("document.querySelector('svg[tabindex]').focus()")
       await tab.press("Home", 36)
       read = "document.querySelector('.chart .read').textContent"

@@ -91,13 +91,14 @@ def main(arguments: list[str]) -> int:
     return 2
   if command is not _compile:
     _prepare_jax(config)
-  from rl_tpu import processes
+  from rl_tpu import ownership, processes
 
   try:
     figures = command(config)
   except ConfigError as error:
     print(f"rl_tpu: {error}", file=sys.stderr)
-    return 2
+    # A launcher tries again what failed, and never what was refused.
+    return 1 if isinstance(error, ownership.Held) else 2
   except processes.Stopped as error:
     print(f"rl_tpu: {error}", file=sys.stderr)
     return processes.INTERRUPTED

@@ -2,7 +2,9 @@
 
 A second run of the same directory would mix its log and checkpoints with the
 first one's. The claim is a lock that the kernel keeps for the process and frees
-with it, however it ends, so a killed run leaves nothing to clean up.
+with it, however it ends, so a killed run leaves nothing to clean up. On a
+network file system the lock of a host that died lasts until the server has
+missed it for a while: that is no reason never to try again.
 """
 
 import contextlib
@@ -18,12 +20,16 @@ from rl_tpu.config import ConfigError
 Resume = Literal["auto", "never", "must"]
 
 
+class Held(ConfigError):
+  """The directory is another run's for now; trying again may help."""
+
+
 @contextlib.contextmanager
 def held(directory: pathlib.Path) -> Iterator[None]:
   """Holds the lock of a run's directory, which is made if it is not there.
 
   Raises:
-    ConfigError: another process holds it; says which.
+    Held: another process has it; says which.
   """
   directory.mkdir(parents=True, exist_ok=True)
   path = directory / "lock"
@@ -32,7 +38,7 @@ def held(directory: pathlib.Path) -> Iterator[None]:
       fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
       file.seek(0)
-      raise ConfigError(
+      raise Held(
         f"{directory} is another run's: {file.read().strip()} trains in it; "
         "wait for its end, or choose another config.directory"
       ) from error

@@ -28,6 +28,7 @@ from rl_tpu import (
   envs,
   evaluate,
   metrics,
+  ownership,
   parts,
   processes,
   schedules,
@@ -627,16 +628,26 @@ def test_no_thread_outlives_a_run(base, schedule):
   assert not {thread.name for thread in left} & {"actor", "generation"}
 
 
-def test_an_interrupted_command_says_so_by_its_exit_code(monkeypatch, capsys):
-  def interrupted(config):
-    raise KeyboardInterrupt
+@pytest.mark.parametrize(
+  ("error", "code", "said"),
+  [
+    (KeyboardInterrupt(), 130, "stopped at once"),
+    (ConfigError("seed is -1"), 2, "seed is -1"),
+    (ownership.Held("trains in it"), 1, "trains in it"),
+  ],
+)
+def test_a_command_says_by_its_exit_code_how_it_ended(
+  error, code, said, monkeypatch, capsys
+):
+  def ends(config):
+    raise error
 
   alone = SimpleNamespace(distributed=processes.Config())
   monkeypatch.setattr(command_line, "_read_config", lambda arguments: alone)
   monkeypatch.setattr(command_line, "_prepare_jax", lambda config: None)
-  monkeypatch.setitem(command_line.COMMANDS, "train", interrupted)
-  assert command_line.main(["rl_tpu", "train"]) == 130
-  assert "stopped at once" in capsys.readouterr().err
+  monkeypatch.setitem(command_line.COMMANDS, "train", ends)
+  assert command_line.main(["rl_tpu", "train"]) == code
+  assert said in capsys.readouterr().err
 
 
 # Whole processes, as a person starts them.

@@ -1,13 +1,14 @@
 """A problem that is half decided before most of its tokens are taken.
 
 After a prompt a coin falls, which the policy sees. Then it takes 24 tokens of
-16, of which 4 are right for this prompt; the reward is their share, but 0 where
-the coin fell badly. So the coin, and not the tokens, decides most of it, as the
-hard step of a long solution does: an advantage that is 0 in the mean of a group
-is above it at every prefix after a good coin, and below it after a bad one. No
-single token changes the reward by more than 1/24. There, by equation 3, drift
-(reward times the gap of sampler and learner) outweighs signal; an answer of six
-letters, each of which can spoil it, shows nothing of the kind.
+16 (or of more), a quarter of which are right for this prompt; the reward is
+their share, but 0 where the coin fell badly. So the coin, and not the tokens,
+decides most of it, as the hard step of a long solution does: an advantage that
+is 0 in the mean of a group is above it at every prefix after a good coin, and
+below it after a bad one. No single token changes the reward by more than 1/24.
+There, by equation 3, drift (reward times the gap of sampler and learner)
+outweighs signal; an answer of six letters, each of which can spoil it, shows
+nothing of the kind.
 
 The policy is a vector for each prompt and coin times a matrix, in place of a
 language model: mismatch is made by `models.quantization` as for one, the cache
@@ -16,17 +17,20 @@ of trajectories that the sampler drew. Plain SGD, no clipping, as in the paper.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from rl_tpu.figures import Row
 from rl_tpu.models import quantization
 from rl_tpu.types import Batch, PolicyOutputs
 
-PROMPTS, TOKENS, RIGHT, VOCABULARY = 8, 24, 4, 16
+PROMPTS, TOKENS, VOCABULARY = 8, 24, 16
 WIDTH = 64
 GROUPS, MEMBERS = 16, 8
 RATE = 0.5
@@ -46,14 +50,14 @@ class Curve(NamedTuple):
   """Mean |log target - log behavior| of the tokens taken."""
 
 
-def init(key: jax.Array) -> tuple[Params, Bool[Array, "P V"]]:
+def init(key: jax.Array, vocabulary: int) -> tuple[Params, Bool[Array, "P V"]]:
   """Weights, and which tokens are right for each prompt."""
   states, matrix, right = jax.random.split(key, 3)
   params = {
     "embedding": jax.random.normal(states, (2 * PROMPTS, WIDTH)),
-    "head": 1.5 * WIDTH**-0.5 * jax.random.normal(matrix, (WIDTH, VOCABULARY)),
+    "head": 1.5 * WIDTH**-0.5 * jax.random.normal(matrix, (WIDTH, vocabulary)),
   }
-  first = jnp.arange(VOCABULARY) < RIGHT
+  first = jnp.arange(vocabulary) < vocabulary // 4
   drawn = jax.vmap(jax.random.permutation, (0, None))(
     jax.random.split(right, PROMPTS), first
   )
@@ -77,6 +81,7 @@ def run(
   steps: int,
   *,
   bias: float = 0.0,
+  vocabulary: int = VOCABULARY,
 ) -> Curve:
   """Trains from scratch; traceable, the seed too.
 
@@ -87,9 +92,10 @@ def run(
     seed: of weights, noise and sampling.
     steps: of one batch each.
     bias: added to what each trajectory earns; not in the curve's reward.
+    vocabulary: tokens to choose from.
   """
   start, noisy, sampling = jax.random.split(jax.random.key(seed), 3)
-  begun, right = init(start)
+  begun, right = init(start, vocabulary)
   noise = _noise(begun, mismatch, noisy)
 
   def step(carry, number):
@@ -120,6 +126,41 @@ def run(
     return (moved, served), Curve(reward, entropy, mean_gap)
 
   return jax.lax.scan(step, (begun, begun), jnp.arange(steps))[1]
+
+
+def rows_of(
+  loss: tuple[ModuleType, Any],
+  mismatch: quantization.Config,
+  seeds: Sequence[int],
+  steps: int,
+  parts: int,
+  **options: Any,
+) -> list[Row]:
+  """Runs each seed; the means over equal parts of its curve.
+
+  Args:
+    loss: the first two arguments of `run`.
+    mismatch: of the sampler.
+    seeds: of runs, side by side.
+    steps: of each, a multiple of `parts`.
+    parts: rows of each.
+    **options: of `run`.
+  """
+
+  def one(seed):
+    return run(*loss, mismatch, seed, steps, **options)
+
+  curves = jax.jit(jax.vmap(one))(jnp.asarray(seeds))
+  length = steps // parts
+  means = jax.tree.map(
+    lambda x: np.asarray(x).reshape(len(seeds), parts, length).mean(-1), curves
+  )
+  return [
+    {"seed": seed, "batch": (part + 1) * length}
+    | {name: float(getattr(means, name)[i, part]) for name in Curve._fields}
+    for i, seed in enumerate(seeds)
+    for part in range(parts)
+  ]
 
 
 def _noise(params: Params, mismatch: quantization.Config, key) -> Params | None:
@@ -155,11 +196,12 @@ def _batch(
   """Trajectories of one prompt token and those taken."""
   rows, count = taken.shape
   shape = (rows, count + 1)
+  vocabulary = every.shape[-1]
   mask = jnp.broadcast_to(jnp.arange(count + 1) > 0, shape)
   index = jnp.arange(rows)
 
   def everywhere(x):
-    return jnp.broadcast_to(x, (*shape, VOCABULARY))
+    return jnp.broadcast_to(x, (*shape, vocabulary))
 
   return Batch(
     tokens=_after_prompt(taken),
@@ -173,7 +215,7 @@ def _batch(
     truncated=jnp.zeros(rows, bool),
     group_ids=index // MEMBERS,
     version=jnp.asarray(0),
-    behavior_topk_ids=everywhere(jnp.arange(VOCABULARY)),
+    behavior_topk_ids=everywhere(jnp.arange(vocabulary)),
     behavior_topk_logp=everywhere(every[:, None]),
   )
 

@@ -22,11 +22,9 @@ where drift is large, not how often it is.
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from experiments import training
@@ -36,7 +34,7 @@ from rl_tpu.figures import Cell, Claim, Row, Verdict, drawing
 from rl_tpu.models import quantization
 
 STEPS, SEEDS, PARTS = 640, 5, 16
-METRICS = ("reward", "entropy", "engine_mismatch")
+METRICS = coin.Curve._fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,23 +124,13 @@ def measure(cell: Cell, scale: str) -> list[Row]:
   steps, seeds = (2 * PARTS, 1) if scale == "smoke" else (STEPS, SEEDS)
   name, fields = methods.loss(str(cell["method"]), top_k=0)
   module = algorithms.get(name)
-  config = module.Config(**fields)
-  mismatch = quantization.Config(**setting.here)
-
-  def run(seed):
-    return coin.run(module, config, mismatch, seed, steps)
-
-  curves = jax.jit(jax.vmap(run))(jnp.arange(seeds))
-  length = steps // PARTS
-  means = jax.tree.map(
-    lambda x: np.asarray(x).reshape(seeds, PARTS, length).mean(-1), curves
+  return coin.rows_of(
+    (module, module.Config(**fields)),
+    quantization.Config(**setting.here),
+    range(seeds),
+    steps,
+    PARTS,
   )
-  return [
-    {"seed": seed, "batch": (part + 1) * length}
-    | {name: float(getattr(means, name)[seed, part]) for name in METRICS}
-    for seed in range(seeds)
-    for part in range(PARTS)
-  ]
 
 
 def _final(rows: Sequence[Row], setting: str) -> dict[str, list[float]]:
@@ -281,7 +269,8 @@ def draw(rows: Sequence[Row], figure) -> None:
     if name is None:
       axes.set_axis_off()
       continue
-    for style in _styles(rows, name):
+    present = drawing.where(rows, setting=name)
+    for style in styles({str(row["method"]) for row in present}):
       own = drawing.where(rows, setting=name, method=style["label"])
       drawing.curve(axes, own, "batch", "reward", **style)
     axes.set_title(f"{SETTINGS[name].figure}: {name}", fontsize=9)
@@ -296,10 +285,10 @@ def draw(rows: Sequence[Row], figure) -> None:
   )
 
 
-def _styles(rows: Sequence[Row], setting: str):
-  """Centered methods solid and strong, the others thin."""
+def styles(present: Collection[str]) -> Iterator[dict[str, Any]]:
+  """Of those methods' curves: centered ones solid and strong, others thin."""
   for index, name in enumerate(methods.METHODS):
-    if drawing.where(rows, setting=setting, method=name):
+    if name in present:
       centered = methods.is_centered(name)
       yield {
         "label": name,

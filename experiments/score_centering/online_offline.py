@@ -18,8 +18,6 @@ and -0.5, so that all three forms have the same signal.
 
 from collections.abc import Mapping, Sequence
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from experiments import training
@@ -75,26 +73,14 @@ def _coin(form: str, seed: int, scale: str) -> list[Row]:
   shaping, baseline = FORMS[form]
   name, fields = methods.loss("PG", baseline=baseline)
   module = algorithms.get(name)
-  curve = jax.jit(
-    lambda seed: coin.run(
-      module,
-      module.Config(**fields),
-      quantization.Config(weight_noise=COIN_NOISE),
-      seed,
-      steps,
-      bias=shaping.get("bias", 0.0),
-    )
-  )(jnp.asarray(seed))
-  length = steps // PARTS
-  means = {
-    name: np.asarray(getattr(curve, name)).reshape(PARTS, length).mean(-1)
-    for name in ("reward", "entropy")
-  }
-  return [
-    {"batch": (part + 1) * length}
-    | {name: float(values[part]) for name, values in means.items()}
-    for part in range(PARTS)
-  ]
+  return coin.rows_of(
+    (module, module.Config(**fields)),
+    quantization.Config(weight_noise=COIN_NOISE),
+    [seed],
+    steps,
+    PARTS,
+    bias=shaping.get("bias", 0.0),
+  )
 
 
 def _trained(cell: Cell, scale: str) -> list[Row]:

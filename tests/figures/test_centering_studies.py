@@ -1,5 +1,6 @@
 """Score Centering's studies: their problem, their judges, the paper's runs."""
 
+import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
@@ -12,6 +13,7 @@ from experiments.score_centering import (
   methods,
   online_offline,
   top_k,
+  vocabulary,
 )
 from rl_tpu import algorithms, parts
 from rl_tpu.config import build
@@ -42,6 +44,13 @@ def test_an_old_sampler_differs_until_it_takes_the_weights_over():
   assert [bool(gap > 0) for gap in gaps] == [0, 1, 1, 0, 1, 1, 0]
 
 
+def test_a_larger_vocabulary_has_as_large_a_share_of_right_tokens():
+  for size in (16, 128):
+    params, right = coin.init(jax.random.key(0), size)
+    assert params["head"].shape == (coin.WIDTH, size)
+    assert (right.sum(1) == size // 4).all()
+
+
 def test_a_rounded_or_noisy_sampler_differs_from_the_first_step_on():
   for mismatch in ({"weights": "int4"}, {"kv": "int4"}, {"weight_noise": 0.1}):
     assert curve("SC", 1, **mismatch).engine_mismatch[0] > 0.01
@@ -62,7 +71,27 @@ def grid_rows(final):
   ]
 
 
-@pytest.mark.parametrize("study", [grids, online_offline, top_k])
+@pytest.mark.parametrize(
+  ("large", "outcome"), [(0.5, "passed"), (0.84, "weaker"), (0.9, "not_seen")]
+)
+def test_centering_must_lead_by_more_with_more_tokens(large, outcome):
+  """TIS, next to the leader, ends `large` with 128 tokens and 0.8 with 16."""
+  rows = []
+  for cell in vocabulary.cells("cpu"):
+    best = {16: 0.8, 128: large}[cell["vocabulary"]]
+    end = {"SC": 0.85, "TIS": best}.get(cell["method"], 0.3)
+    spread = 0.05 if (cell["method"], large) == ("TIS", 0.84) else 0.001
+    if cell["vocabulary"] == 16 and cell["method"] == "SC":
+      end = 0.805
+    rows += [
+      cell | {"seed": seed, "batch": 640, "reward": end + spread * (seed - 1)}
+      for seed in range(3)
+    ]
+  claim = vocabulary.ARTEFACTS["Fig. 1, 3: vocabulary"]
+  assert claim.judge(rows).outcome == outcome
+
+
+@pytest.mark.parametrize("study", [grids, online_offline, top_k, vocabulary])
 def test_what_is_measured_at_scale_smoke_is_judged_and_drawn(study):
   rows = [
     cell

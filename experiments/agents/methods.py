@@ -8,7 +8,7 @@ METHOD is one of METHODS. Everything but the method is that of
 the running means 128 prompts once each, GRPO 16 prompts with 8 members. All
 mask ratios outside (0.7, 6), so what differs is what an outcome is compared
 with: a critic, the group, the prompt's or everyone's earlier outcomes.
-`compare.py` runs them all; the numbers to expect are in README.md.
+`baselines.py` runs three of them; the numbers to expect are in README.md.
 """
 
 import ml_collections

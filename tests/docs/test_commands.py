@@ -38,8 +38,8 @@ ELSEWHERE = {
   "serve.weights=awaited": "tests/integration/test_remote.py",
   # Five to ten minutes for a pod's model.
   "-m rl_tpu compile": "tests/aot/test_compile.py",
-  # Nine runs of minutes, or the table of those that are there.
-  "-m experiments.agents.compare": "by hand",
+  # Would write into the repository's folders of results.
+  "-m rl_tpu figures": "tests/figures/test_smoke.py",
 }
 """Parts of commands that are not executed here, and where they are."""
 QUICKSTART = (
@@ -122,7 +122,7 @@ class Reader:
       self.call(small(arguments))
 
   def check_flags(self, arguments: list[str] | None) -> None:
-    if arguments is not None:
+    if arguments is not None and arguments[0] in command_line.COMMANDS:
       command_line._read_config(["rl_tpu", *arguments[1:]])
 
   def call(self, arguments: list[str]) -> None:

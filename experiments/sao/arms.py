@@ -16,6 +16,7 @@ from experiments import training
 from experiments.sao import comparing, tasks
 from rl_tpu.figures import Cell, Claim, Row, Verdict, drawing
 
+SIZE = (9.5, 3.2)
 METHODS = ("SAO", "GRPO+DIS", "DIS only", "GRPO")
 COLUMNS = (
   *("reward", "heldout_accuracy", "entropy", "behavior_weight"),
@@ -43,8 +44,8 @@ def _table(rows: Sequence[Row]) -> Verdict:
     drawing.difference(late[name], late["GRPO"]) for name in ("SAO", "GRPO+DIS")
   ]
   if behind < -np.nan_to_num(doubt):
-    return Verdict(outcome="not_seen", seen=comparing.said(late))
-  return comparing.verdict(above, comparing.said(late))
+    return Verdict(outcome="not_seen", seen=comparing.leads(late, "SAO"))
+  return comparing.verdict(above, comparing.leads(late, "SAO"))
 
 
 def _collapse(rows: Sequence[Row]) -> Verdict:

@@ -23,6 +23,7 @@ from experiments import training
 from experiments.sao import comparing, tasks
 from rl_tpu.figures import Cell, Claim, Row, Verdict, drawing
 
+SIZE = (9.5, 3.2)
 LAG = 16
 CLIPS = {
   "mask": {"correction": "mask", "low": 0.7, "high": 6.0},
@@ -58,10 +59,10 @@ def _mask_first(rows: Sequence[Row]) -> Verdict:
   }
   level = all(m >= -np.nan_to_num(half) for m, half in found.values())
   if not level:
-    return Verdict(outcome="not_seen", seen=comparing.said(late))
+    return Verdict(outcome="not_seen", seen=comparing.leads(late, "mask"))
   clear = all(mean > half for mean, half in found.values())
   outcome = "passed" if clear else "weaker"
-  return Verdict(outcome=outcome, seen=comparing.said(late))
+  return Verdict(outcome=outcome, seen=comparing.leads(late, "mask"))
 
 
 ARTEFACTS = {

@@ -26,7 +26,7 @@ COLUMNS = (
   *("reward", "heldout_accuracy", "env_guesses", "env_invalid_guesses"),
   "clip_fraction",
 )
-SIZE = (9.0, 3.0)
+SIZE = (12.0, 3.0)
 
 
 def cells(scale: str) -> list[Cell]:
@@ -88,7 +88,7 @@ ARTEFACTS = {
 
 def draw(rows: Sequence[Row], figure) -> None:
   """Curves, and the scores beside the paper's."""
-  left, right = figure.subfigures(1, 2, width_ratios=[2, 1])
+  left, right = figure.subfigures(1, 2, width_ratios=[3, 1])
   comparing.draw(rows, left, "method", METHODS)
   axes = right.subplots()
   for place, values in enumerate(_scores(rows).values()):

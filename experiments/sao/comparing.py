@@ -53,6 +53,16 @@ def said(found: dict[str, list[float]]) -> str:
   return "; ".join(f"{arm} {drawing.said(v)}" for arm, v in found.items())
 
 
+def leads(found: dict[str, list[float]], first: str) -> str:
+  """Each arm, then what the first is above the others by, paired by seed."""
+  gains = {
+    arm: [a - b for a, b in zip(found[first], values, strict=True)]
+    for arm, values in found.items()
+    if arm != first
+  }
+  return f"{said(found)}; {first} less the others: {said(gains)}"
+
+
 def verdict(differences: Sequence[tuple[float, float]], seen: str) -> Verdict:
   """Passed if all exceed their intervals, weaker if all are above 0."""
   if all(mean > half for mean, half in differences):
@@ -66,16 +76,38 @@ def above(
 ) -> Verdict:
   """The verdict on one arm being above others, paired by seed."""
   differences = [drawing.difference(found[first], found[o]) for o in others]
-  return verdict(differences, said(found))
+  return verdict(differences, leads(found, first))
 
 
 def draw(rows: Sequence[Row], figure, column: str, arms: Sequence[str]) -> None:
-  """Reward of training and held-out accuracy over batches."""
-  panels = figure.subplots(1, 2)
+  """Reward and held-out accuracy over batches, and what arms add to the first.
+
+  Seeds start apart, so bands of the curves would hide what differs: only the
+  difference to the first arm, of the same seed, has one.
+  """
+  panels = figure.subplots(1, 3)
+  first = drawing.where(rows, **{column: arms[0]})
   for arm in arms:
     own = drawing.where(rows, **{column: arm})
-    drawing.curve(panels[0], own, "batch", "reward", label=arm)
-    drawing.curve(panels[1], own, "batch", "heldout_accuracy", marker="o")
+    drawing.curve(panels[0], own, "batch", "reward", band=False, label=arm)
+    drawing.curve(panels[1], own, "batch", "heldout_accuracy", band=False)
+    gains = _gains(own, first)
+    drawing.curve(panels[2], gains, "batch", "gain", band=arm != arms[0])
   panels[0].set(xlabel="batch", ylabel="reward of training", ylim=(0, 1))
   panels[1].set(xlabel="batch", ylabel="held-out accuracy", ylim=(0, 1))
+  panels[2].set(xlabel="batch", ylabel=f"the same less that of {arms[0]}")
   panels[0].legend(fontsize=7)
+
+
+def _gains(rows: Sequence[Row], first: Sequence[Row]) -> list[Row]:
+  """Held-out accuracy less the first arm's, of the same seed and batch."""
+  base = {
+    (row["seed"], row["batch"]): row["heldout_accuracy"]
+    for row in first
+    if "heldout_accuracy" in row
+  }
+  return [
+    {"batch": row["batch"], "gain": row["heldout_accuracy"] - base[at]}
+    for row in rows
+    if "heldout_accuracy" in row and (at := (row["seed"], row["batch"])) in base
+  ]

@@ -16,6 +16,7 @@ from experiments import training
 from experiments.sao import comparing, tasks
 from rl_tpu.figures import Cell, Claim, Row, Verdict, drawing
 
+SIZE = (9.5, 3.2)
 LEVELS = ("token", "step_average", "step_last")
 COLUMNS = ("reward", "heldout_accuracy", "explained_variance")
 

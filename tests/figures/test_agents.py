@@ -7,7 +7,6 @@ from experiments.agents import baselines, methods
 from rl_tpu import parts
 from rl_tpu.config import build
 
-
 NAMES = [f"{c['method']}_{c['seed']}" for c in baselines.cells("cpu")]
 
 

@@ -58,6 +58,32 @@ def test_a_folder_that_is_not_there_is_refused(capsys):
   assert "/nowhere/config.json is not there" in capsys.readouterr().err
 
 
+METHODS = [path.stem for path in (ROOT / "experiments/methods").glob("*.py")]
+
+
+@pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_goes_into_a_config_by_one_word(method):
+  config = ROOT / "experiments/your_data/config.py"
+  read = command_line._read_config
+  plain, changed = (
+    read(["rl_tpu", f"--config={config}{word}"]) for word in ("", f":{method}")
+  )
+  assert changed.name == f"your_data_{method}"
+  assert changed.task == plain.task
+  trajectories = lambda c: c.groups_per_batch * c.group_size  # noqa: E731
+  assert trajectories(changed) == trajectories(plain)
+  assert changed.algorithm != plain.algorithm or changed.learner.minibatches > 1
+
+
+@pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+def test_a_word_that_names_no_method_is_refused(capsys):
+  flag = f"--config={ROOT}/experiments/your_data/config.py:soa"
+  assert command_line.main(["rl_tpu", "train", flag]) == 2
+  said = capsys.readouterr().err
+  assert "soa is not there; after the colon" in said and "running_mean" in said
+
+
 def test_every_experiment_builds():
   from rl_tpu import config, parts
 

@@ -18,7 +18,15 @@ def get_config(schedule: str = "async") -> ml_collections.ConfigDict:
   """The quickstart's config with this method."""
   config = quickstart.get_config(schedule)
   config.name = "areal"
+  use(config)
+  return config
+
+
+def use(config: ml_collections.ConfigDict) -> None:
+  """Puts the method into a config of any task."""
   loss = algorithms.get("decoupled_ppo").Config(baseline="group")
   config.algorithm = to_config_dict(Choice(name="decoupled_ppo", config=loss))
-  config.learner.minibatches, config.learner.microbatch_rows = 4, 8
-  return config
+  config.learner.minibatches = 4
+  # A quarter of a batch has fewer rows to compute at once.
+  rows = config.learner.microbatch_rows
+  config.learner.microbatch_rows = max(rows // 2, 1)

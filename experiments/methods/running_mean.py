@@ -22,7 +22,13 @@ def get_config(schedule: str = "async") -> ml_collections.ConfigDict:
   """The quickstart's config with this method."""
   config = quickstart.get_config(schedule)
   config.name = "running_mean"
-  config.groups_per_batch, config.group_size = 256, 1
+  use(config)
+  return config
+
+
+def use(config: ml_collections.ConfigDict) -> None:
+  """Puts the method into a config of any task."""
+  config.groups_per_batch *= config.group_size
+  config.group_size = 1
   loss = algorithms.get("running_mean").Config()
   config.algorithm = to_config_dict(Choice(name="running_mean", config=loss))
-  return config

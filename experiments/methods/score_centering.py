@@ -19,9 +19,14 @@ def get_config(schedule: str = "async") -> ml_collections.ConfigDict:
   """The quickstart's config with this method."""
   config = quickstart.get_config(schedule)
   config.name = "score_centering"
+  use(config)
+  return config
+
+
+def use(config: ml_collections.ConfigDict) -> None:
+  """Puts the method into a config of any task."""
   loss = algorithms.get("score_centering").Config(
     correction="truncate", top_k=32
   )
   config.algorithm = to_config_dict(Choice(name="score_centering", config=loss))
   config.engine.behavior_top_k = 32
-  return config

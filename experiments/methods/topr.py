@@ -18,6 +18,11 @@ def get_config(schedule: str = "async") -> ml_collections.ConfigDict:
   """The quickstart's config with this method."""
   config = quickstart.get_config(schedule)
   config.name = "topr"
+  use(config)
+  return config
+
+
+def use(config: ml_collections.ConfigDict) -> None:
+  """Puts the method into a config of any task."""
   loss = algorithms.get("topr").Config()
   config.algorithm = to_config_dict(Choice(name="topr", config=loss))
-  return config

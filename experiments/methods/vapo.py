@@ -19,11 +19,18 @@ def get_config(schedule: str = "async") -> ml_collections.ConfigDict:
   """The quickstart's config with this method."""
   config = quickstart.get_config(schedule)
   config.name = "vapo"
+  use(config)
+  return config
+
+
+def use(config: ml_collections.ConfigDict) -> None:
+  """Puts the method into a config of any task."""
   loss = algorithms.get("vapo").Config(nll_coefficient=0.1)
   config.algorithm = to_config_dict(Choice(name="vapo", config=loss))
   config.critic = to_config_dict(
     critic.Config(
-      learning_rate=2e-3, warmup_minibatches=10, pretraining_batches=20
+      learning_rate=5 * config.learner.learning_rate,
+      warmup_minibatches=10,
+      pretraining_batches=20,
     )
   )
-  return config

@@ -1,6 +1,7 @@
 """Does a model learn your questions by your reward function?
 
-  python -m rl_tpu train --config=experiments/your_data/config.py[:FOLDER]
+  python -m rl_tpu train --config=experiments/your_data/config.py
+      [:METHOD | :FOLDER | :METHOD,FOLDER]
 
 The example sorts four digits ('4152=' -> '1245'): `questions.jsonl` has the
 questions and examples of answers, of which half are in the wrong order;
@@ -12,12 +13,18 @@ the examples and goes on by RL; expect `heldout_after` of 0.85 or more, from 0.4
 before, in two minutes on two cores. With one, weights and tokenizer are those
 of that Hugging Face folder (Qwen2, Qwen3, Qwen3-MoE, Llama 3), which is asked
 in its chat's form and imitates nothing.
+
+METHOD is the name of a file in experiments/methods, as `sao`; without it the
+loss is decoupled PPO, one minibatch a batch.
 """
 
+import importlib
 import os
+import pathlib
 
 import ml_collections
 
+from experiments import methods
 from rl_tpu import algorithms, envs, evaluate, learner, parts, sft
 from rl_tpu.config import Choice, to_config_dict
 from rl_tpu.generation import engine
@@ -27,9 +34,32 @@ from rl_tpu.types import Sampling
 HERE = os.path.relpath(os.path.dirname(__file__))
 
 
-def get_config(folder: str = "") -> ml_collections.ConfigDict:
-  """Decoupled PPO on the questions, from nothing or from a folder."""
-  return from_folder(folder) if folder else from_nothing()
+def get_config(asked: str = "") -> ml_collections.ConfigDict:
+  """The questions, from nothing or from a folder, by some method.
+
+  Args:
+    asked: METHOD, FOLDER, both with a comma between them, or neither.
+
+  Raises:
+    FileNotFoundError: it is a word that names neither.
+  """
+  first, _, rest = asked.partition(",")
+  method, folder = (first, rest) if first in _methods() else (None, asked)
+  if folder and "/" not in folder and not os.path.isdir(folder):
+    raise FileNotFoundError(
+      f"{folder} is not there; after the colon comes a folder or one of "
+      f"{', '.join(_methods())}"
+    )
+  config = from_folder(folder) if folder else from_nothing()
+  if method is not None:
+    config.name = f"{config.name}_{method}"
+    importlib.import_module(f"experiments.methods.{method}").use(config)
+  return config
+
+
+def _methods() -> list[str]:
+  folders = [pathlib.Path(folder) for folder in methods.__path__]
+  return sorted(path.stem for f in folders for path in f.glob("*.py"))
 
 
 def from_nothing() -> ml_collections.ConfigDict:
@@ -50,6 +80,8 @@ def from_nothing() -> ml_collections.ConfigDict:
       task=Choice(name="scored", config=task),
       algorithm=Choice(name="decoupled_ppo", config=loss),
       model=transformer.sized("tiny"),
+      # The longest answer, four digits, and the stop token are 5; one more
+      # lets an answer be too long and still be scored.
       sampling=Sampling(max_tokens=6),
       learner=learner.Config(
         row_length=96,
@@ -60,7 +92,7 @@ def from_nothing() -> ml_collections.ConfigDict:
       ),
       engine=engine.Config(
         slots=16,
-        context_length=12,
+        context_length=12,  # the beginning, "4152=" and max_tokens
         prefill_buckets=(12,),
         prefill_batches=(8, 16),
         steps_per_dispatch=1,

@@ -25,7 +25,7 @@ const CHARTS = [
 ];
 let runs = JSON.parse(document.getElementById("data").textContent);
 const main = document.getElementById("main");
-const chosen = { sample: 0, token: 0, color: "version", from: null, to: null };
+const chosen = { sample: null, token: 0, color: "version", from: null, to: null };
 
 function el(tag, attributes = {}, ...children) {
   const svg = ["svg", "path", "line", "rect", "text", "circle"].includes(tag);
@@ -230,7 +230,10 @@ function overview() {
   tile(tiles, "sampled tokens trained on", each((run) =>
     percent(run.goodput.token_goodput)));
   tile(tiles, "warnings", each((run) => run.warnings.length));
-  main.append(tiles);
+  main.append(tiles, el("p", { class: "soft" }, "Goodput: the seconds in " +
+    "which the learner trained batches that the run kept, over all seconds of " +
+    "the loop; where the others went is below. Sampled tokens that are not " +
+    "trained on were evaluations', refused as too stale, or not yet consumed."));
 }
 function lastBatch(run) {
   const points = run.series.reward;
@@ -255,7 +258,8 @@ function charts() {
   const longest = Math.max(...runs.map((run) => run.points));
   main.append(el("p", { class: "soft" }, longest > 1200 ? "Of " + longest +
     " rows each line shows the lowest and the highest value of every column " +
-    "of pixels; metrics.csv has all of them." : "Every value is shown."));
+    "of pixels; metrics.csv has all of them." :
+    "Point at a chart, or use the arrow keys in it, to read its values."));
   const grid = el("div", { class: "grid" });
   main.append(grid);
   for (const [title, names] of CHARTS) lineChart(grid, title, names);
@@ -281,28 +285,29 @@ function staleness() {
 }
 function parts() {
   section("Where the time went", "goodput");
-  const table = el("table", { class: "plain" }, el("tr", {}, ...["run", "part", "what",
-    "seconds", "share"].map((name) => el("th", {}, name))));
+  const cells = (tag, run, texts) => el("tr", {}, ...(runs.length > 1 ?
+    [run, ...texts] : texts).map((text) => el(tag, {}, text)));
+  const table = el("table", { class: "plain" }, cells("th", "run", ["part",
+    "what", "seconds", "share"]));
   runs.forEach((run, r) => {
     for (const [part, kinds] of Object.entries(run.goodput.parts))
       for (const [kind, seconds] of Object.entries(kinds))
-        table.append(el("tr", {}, ...["AB"[r], part, kind, seconds.toFixed(1),
+        table.append(cells("td", "AB"[r], [part, kind, seconds.toFixed(1),
           percent(part === "learner" ? run.goodput.shares[kind]
-            : seconds / run.goodput.seconds)].map((text) =>
-            el("td", {}, text))));
-    if (run.goodput.lost_seconds) table.append(el("tr", {}, ...["AB"[r],
-      "learner", "lost to crashes, trained again",
-      run.goodput.lost_seconds.toFixed(1), percent(run.goodput.shares.lost)]
-        .map((text) => el("td", {}, text))));
+            : seconds / run.goodput.seconds)]));
+    if (run.goodput.lost_seconds) table.append(cells("td", "AB"[r], ["learner",
+      "lost to crashes, trained again", run.goodput.lost_seconds.toFixed(1),
+      percent(run.goodput.shares.lost)]));
   });
-  main.append(el("div", { class: "card" }, table));
+  main.append(el("p", { class: "soft" }, "The learner's share of train is its " +
+    "goodput."), el("div", { class: "card" }, table));
 }
 function timeline() {
   section("Timeline", "timeline");
   const lanes = runs.flatMap((run, r) => run.timeline.map((lane) => ({ ...lane,
     name: (runs.length > 1 ? "AB"[r] + " " : "") + lane.part })));
   if (!lanes.length) return;
-  const low = Math.min(0, ...lanes.map((lane) => lane.bars[0]?.[1] ?? 0));
+  const low = 0; // What came before is not the loop's.
   const high = Math.max(1, ...lanes.map((lane) => lane.bars.at(-1)?.[2] ?? 0));
   const gap = Math.max(...lanes.map((lane) => lane.gap));
   const read = el("p", { class: "read", "aria-live": "polite" });
@@ -396,6 +401,20 @@ function diverging(value, scale) {
   const part = Math.min(Math.abs(value) / scale, 1);
   return `hsl(${value < 0 ? 15 : 150} 70% ${(96 - 40 * part).toFixed(0)}%)`;
 }
+function opening(all) {
+  // Of the last batch that samples were kept of, the one with least reward.
+  const last = Math.max(...all.map((t) => t.batch));
+  const shown = all.map((t, i) => i).filter((i) => all[i].batch === last);
+  return shown.reduce((a, b) => all[b].reward < all[a].reward ? b : a);
+}
+function word(t, i) {
+  // Special tokens have no text; which they are, their place says.
+  if (t.text[i] !== "") return t.text[i];
+  const ends = !t.action[i + 1];
+  if (t.action[i] && ends && (i + 1 < t.length || t.stop_reason === "stop"))
+    return "\u27e8stop\u27e9";
+  return !i && !t.action[i] ? "\u27e8begin\u27e9" : `\u27e8${t.tokens[i]}\u27e9`;
+}
 function samples() {
   section("Trajectories", "samples");
   const all = runs.flatMap((run, r) => run.samples.flatMap((record) =>
@@ -410,11 +429,12 @@ function samples() {
     ...all.map((t, i) => el("option", { value: i }, (runs.length > 1 ?
       "AB"[t.run] + " " : "") + `batch ${t.batch}, prompt ${t.prompt}, member ${
         t.member}: reward ${show(t.reward)}, ${versions(t)} version(s)`)));
-  const turn = (by) => { choose(Math.min(Math.max(chosen.sample + by, 0),
+  let at = Math.min(chosen.sample ?? opening(all), all.length - 1);
+  const turn = (by) => { choose(Math.min(Math.max(at + by, 0),
     all.length - 1)); };
   const mixed = () => {
     for (let i = 1; i <= all.length; i++) {
-      const n = (chosen.sample + i) % all.length;
+      const n = (at + i) % all.length;
       if (versions(all[n]) > 1) { choose(n); return; }
     }
   };
@@ -450,8 +470,8 @@ function samples() {
       scale.most);
   }
   function draw() {
-    const t = all[chosen.sample];
-    pick.value = chosen.sample;
+    const t = all[at];
+    pick.value = at;
     const order = [...new Set(t.version.filter((v) => v >= 0))].sort((a, b) =>
       a - b);
     const values = t.tokens.map((_, i) => Math.abs((chosen.color === "gap" ?
@@ -470,9 +490,9 @@ function samples() {
     else key.append(swatch(diverging(-1, 1), "-" + show(scale.most)),
       swatch(diverging(1, 1), "+" + show(scale.most)), chosen.color === "gap" ?
         "learner's logp less the sampler's" : "advantage");
-    box.replaceChildren(...t.text.map((text, i) => {
+    box.replaceChildren(...t.text.map((_, i) => {
       const span = el("span", { class: t.action[i] ? "" : "given" },
-        text === "" ? "\u25a1" : text.replace(/\n/g, "\u21b5\n"));
+        word(t, i).replace(/\n/g, "\u21b5\n"));
       span.style.background = color(t, i, scale);
       span.addEventListener("pointerdown", () => point(i));
       return span;
@@ -480,20 +500,19 @@ function samples() {
     point(Math.min(chosen.token, t.tokens.length - 1));
   }
   function point(i) {
-    const t = all[chosen.sample];
+    const t = all[at];
     box.children[chosen.token]?.classList.remove("here");
     chosen.token = i;
     box.children[i].classList.add("here");
     read.textContent = `token ${i} (id ${t.tokens[i]}) ${JSON.stringify(
-      t.text[i])}: ` + (t.action[i] ? `version ${t.version[i]}, behavior logp ${
+      word(t, i))}: ` + (t.action[i] ? `version ${t.version[i]}, behavior logp ${
         show(t.behavior_logp[i])}, proximal logp ${show(t.proximal_logp?.[i])
         }, gap ${show(gap(t, i))}, advantage ${show(t.advantage?.[i])}`
         : "given, not trained");
   }
   function choose(i) {
-    chosen.sample = i;
-    const t = all[i];
-    chosen.token = Math.max(t.action.indexOf(1), 0);
+    chosen.sample = at = i;
+    chosen.token = Math.max(all[i].action.indexOf(1), 0);
     for (const span of box.children) span.classList.remove("here");
     draw();
   }
@@ -504,7 +523,8 @@ function samples() {
     event.preventDefault();
     point(Math.min(Math.max(chosen.token + by, 0), box.children.length - 1));
   });
-  chosen.sample = Math.min(chosen.sample, all.length - 1);
+  if (chosen.sample === null)
+    chosen.token = Math.max(all[at].action.indexOf(1), 0);
   draw();
 }
 function flat(value, path, into) {

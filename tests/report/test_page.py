@@ -44,6 +44,7 @@ def make_run(directory, batches=12, **metric):
     }
     for batch in range(1, batches + 1)
   ]
+  lines[0]["intervals"][2][2] = -0.25  # What begins before the loop.
   for name in ("batches", "events"):
     text = "".join(json.dumps(line) + "\n" for line in lines)
     metrics.write_text(log.directory / f"{name}.jsonl", text)
@@ -62,7 +63,10 @@ def make_run(directory, batches=12, **metric):
     "advantage": [0.0, 1.5, 1.5, 1.5],
     "proximal_logp": [None, -0.4, -0.3, -0.125],
   }
+  failed = trajectory | {"reward": 0.0, "prompt": 7, "stop_reason": "length"}
+  failed |= {"tokens": [2, 97, 98, 0], "text": ["", "a", "b", ""]}
   log.record("samples", 6, {"trajectories": [trajectory]})
+  log.record("samples", 12, {"trajectories": [trajectory, failed, trajectory]})
   log.close()
   metrics.write_json(log.directory / "config.json", CONFIG)
   metrics.write_json(log.directory / "environment.json", {"python": "3.11"})
@@ -201,23 +205,36 @@ def test_a_browser_reads_the_page_by_keyboard_without_complaint(tmp_path):
         "[...document.querySelectorAll('.plain tr')].map(r => r.innerText)"
       )
       spent = [row.split("\t") for row in await tab.value(spent)]
-      learner = [row for row in spent if row[1] == "learner"]
-      shares = [float(row[4].rstrip("%")) for row in learner]
+      assert spent[0] == ["part", "what", "seconds", "share"]
+      learner = [row for row in spent if row[0] == "learner"]
+      shares = [float(row[3].rstrip("%")) for row in learner]
       assert sum(shares) == pytest.approx(100, abs=0.2)
-      assert learner[-1][2].startswith("lost") and shares[-1] == 25.0
+      assert learner[-1][1].startswith("lost") and shares[-1] == 25.0
       await tab.value("document.querySelector('svg[tabindex]').focus()")
       await tab.press("Home", 36)
       read = "document.querySelector('.chart .read').textContent"
       assert "batch 1: reward 0.08333" in await tab.value(read)
       await tab.value("document.querySelector('canvas').focus()")
       await tab.press("+")
+      start = "Number(document.querySelector('canvas').dataset.from)"
+      assert await tab.value(start) > 0
+      await tab.press("0")
+      assert await tab.value(start) == 0
+      await tab.press("+")
       end = "Number(document.querySelector('canvas').dataset.to)"
       assert await tab.value(end) < 12
+      text = "document.querySelector('.tokens').innerText"
+      assert "batch 12; 4 tokens; reward 0;" in body
+      assert await tab.value(text) == "⟨begin⟩ab⟨0⟩", "it was cut"
       await tab.value("document.querySelector('.tokens').focus()")
       await tab.press("End", 35)
       token = await tab.value("document.getElementById('token').textContent")
       assert "version 5" in token
       assert "gap 0, advantage 1.5" in token
+      next_one = "[...document.querySelectorAll('button')].find("
+      next_one += "b => b.innerText === 'Next').click()"
+      await tab.value(next_one)
+      assert await tab.value(text) == "</script>ab⟨stop⟩"
       for width in (1280, 390):
         await tab.resize(width)
         wide = await tab.value("document.documentElement.scrollWidth")

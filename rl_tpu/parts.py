@@ -8,12 +8,14 @@ that need only some of them.
 import contextlib
 import dataclasses
 import functools
+import json
 import pathlib
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import jax
+import numpy as np
 
 from rl_tpu import actor as actors
 from rl_tpu import (
@@ -217,6 +219,12 @@ class Config:
         "top_k 0, top_p 1 and min_p 0: the learner's logp is over the whole "
         "vocabulary, and a filtered one would not be the same distribution"
       )
+    context, buckets = self.engine.context_length, self.engine.prefill_buckets
+    if buckets[-1] > context:
+      raise ConfigError(
+        f"config.engine.prefill_buckets is {buckets}; the last must be <= "
+        f"config.engine.context_length, {context}"
+      )
     if self.learner.row_length < self.engine.context_length:
       raise ConfigError(
         f"config.learner.row_length is {self.learner.row_length}; it must be "
@@ -414,18 +422,103 @@ def _check_questions(
       f"config.evaluation.problems is {problems}; the held-out split of "
       f"config.task has {held} questions"
     )
+  _check_prompts(config, task, rows)
+  _check_demonstrations(config, task, rows)
+
+
+def _check_prompts(
+  config: Config, task: envs.Task, rows: dict[str, data.Rows]
+) -> None:
+  """Refuses prompts that do not fit the generator, or leave no room there.
+
+  Where max_tokens is context_length or more, an answer may have all the room
+  that its prompt leaves; turns share what there is.
+  """
   asked = config.batches * config.groups_per_batch
   stream = prompt_stream(config, task, rows)
+  problems = config.evaluation.problems
   prompts = data.heldout(rows["heldout"], problems, task.prompt)
   prompts += [stream[i] for i in range(min(asked, len(rows["train"])))]
   longest = max(len(prompt.tokens) for prompt in prompts)
+  context, answer = config.engine.context_length, config.sampling.max_tokens
   if longest > config.engine.max_prompt_length:
     raise ConfigError(
-      f"config.engine: context_length {config.engine.context_length} and "
+      f"config.engine: context_length {context} and "
       f"prefill_buckets {config.engine.prefill_buckets} allow prompts of "
       f"{config.engine.max_prompt_length} tokens; config.task has one of "
       f"{longest}"
     )
+  shared = config.max_turns > 1 or answer >= context
+  if not shared and longest + answer > context:
+    raise ConfigError(
+      f"config.engine.context_length is {context}; config.task has a prompt of "
+      f"{longest} tokens, and config.sampling.max_tokens {answer} more make "
+      f"{longest + answer}"
+    )
+
+
+def _check_demonstrations(
+  config: Config, task: envs.Task, rows: dict[str, data.Rows]
+) -> None:
+  """Refuses to imitate what no row holds or the sampler could not write."""
+  if not config.warm_start.batches:
+    return
+  with refusing("config.warm_start"):
+    shown = sft.longest(config.warm_start, task, rows["train"], config.seed)
+  assert shown is not None, "a warm start has something to show, or raises"
+  answer, most = len(shown.answer), config.sampling.max_tokens
+  if answer > most:
+    raise ConfigError(
+      f"config.sampling.max_tokens is {most}; config.task "
+      f"has a demonstration whose answer takes {answer} tokens, its end "
+      f"included: {_text(task, shown.answer)}"
+    )
+  for name, room in (
+    ("engine.context_length", config.engine.context_length),
+    ("learner.row_length", config.learner.row_length),
+  ):
+    if shown.whole > room:
+      raise ConfigError(
+        f"config.{name} is {room}; config.task has a demonstration of "
+        f"{shown.whole} tokens"
+      )
+
+
+def _text(task: envs.Task, answer: np.ndarray) -> str:
+  """An answer as it is shown in a message, without its stop token."""
+  return repr(task.tokenizer.decode(answer[:-1])[:80])
+
+
+def doubts(
+  config: Config, task: envs.Task, rows: dict[str, data.Rows]
+) -> list[str]:
+  """What may be meant, and probably is not; `make_task` refuses the rest.
+
+  With a warm start, `make_task` has seen that the sampler can write what is
+  shown. Without one, a policy may know shorter answers than the task's own.
+  """
+  if config.warm_start.batches:
+    return []
+  most = config.sampling.max_tokens
+  shown = sft.longest(config.warm_start, task, rows["train"], config.seed)
+  known = _stated(task, rows["train"]) if shown is None else shown.answer
+  if len(known) <= most:
+    return []
+  return [
+    f"config.sampling.max_tokens is {most}; config.task knows an answer of "
+    f"{len(known)} tokens, its end included: {_text(task, known)}; whoever "
+    "writes more than max_tokens is cut"
+  ]
+
+
+def _stated(task: envs.Task, rows: data.Rows) -> np.ndarray:
+  """The longest of the first rows' fields `answer`; no tokens without any."""
+  longest = ""
+  for index in range(min(len(rows), sft.LOOKED_AT)):
+    row = rows[index]
+    stated = row.get("answer") or json.loads(row.get("row", "{}")).get("answer")
+    longest = max(longest, stated if isinstance(stated, str) else "", key=len)
+  return envs.encode_action(task.tokenizer, longest)
 
 
 def make_engine(

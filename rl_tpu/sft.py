@@ -31,9 +31,12 @@ from rl_tpu import (
   processes,
   sharding,
 )
-from rl_tpu.config import ConfigError, digest
+from rl_tpu.config import digest
 from rl_tpu.models import huggingface, transformer
 from rl_tpu.types import Trajectory
+
+LOOKED_AT = 512
+"""Rows whose demonstrations are measured where none is imitated."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,9 +104,6 @@ def warm_start(
     seed: of weights, order and wrong answers.
     cache: directory that keeps results by hash.
     note: told what is going on.
-
-  Raises:
-    ConfigError: a demonstration is longer than a row.
   """
   if pretrained and not config.batches:
     return huggingface.load(pretrained, policy, mesh)
@@ -125,28 +125,52 @@ def warm_start(
       batch_size=config.trajectories_per_batch,
       demonstrate=task.demonstration,
     )
-    _check_lengths(config, stream, len(rows), row_length)
     trainer = _trainer(config, policy, row_length, mesh)
     params = _imitate(config, trainer, params, stream, note)
   checkpoint.save_params(where, params)
   return params
 
 
-def _check_lengths(
-  config: Config, stream: data.DemonstrationStream, rows: int, row_length: int
-) -> None:
-  """Refuses demonstrations that no row holds before any is trained on."""
-  epoch = -(-rows // config.trajectories_per_batch)
-  longest = max(
-    len(prompt) + len(answer)
-    for step in range(min(config.batches, epoch))
-    for prompt, answer in stream.batch(step)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Longest:
+  """The largest of some demonstrations."""
+
+  answer: np.ndarray
+  """i32[n], the longest answer, its stop token included."""
+  whole: int
+  """Tokens of the longest prompt and answer together."""
+
+
+def longest(
+  config: Config, task: envs.Task, rows: data.RowSource, seed: int
+) -> Longest | None:
+  """Measures the right demonstrations that a warm start shows.
+
+  Without one (`batches` 0) it measures those of the first rows, which nobody
+  imitates, where the task knows any; None: it knows none.
+
+  Raises:
+    ValueError: the warm start has nothing to show.
+  """
+  size = config.trajectories_per_batch
+  steps = -(-(len(rows) if config.batches else LOOKED_AT) // size)
+  stream = data.DemonstrationStream(
+    rows, seed=seed, batch_size=size, demonstrate=task.demonstration
   )
-  if longest > row_length:
-    raise ConfigError(
-      f"config.learner.row_length is {row_length}; config.task has a "
-      f"demonstration of {longest} tokens"
-    )
+  try:
+    pairs = [
+      pair
+      for step in range(min(config.batches or steps, steps))
+      for pair in stream.batch(step)
+    ]
+  except ValueError:
+    if config.batches:
+      raise
+    return None
+  return Longest(
+    answer=max((answer for _, answer in pairs), key=len),
+    whole=max(len(prompt) + len(answer) for prompt, answer in pairs),
+  )
 
 
 def _trainer(

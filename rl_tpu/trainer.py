@@ -39,6 +39,8 @@ class Trainer:
     self._trainer_mesh, self._generator_mesh = parts.meshes(config)
     self.learner = parts.make_learner(config, self._trainer_mesh)
     self.task, self._rows = parts.make_task(config)
+    for doubt in parts.doubts(config, self.task, self._rows):
+      view.note(f"warning: {doubt}")
     self._transport: transport.Transport | None = None
 
   def open_checkpoints(self) -> None:

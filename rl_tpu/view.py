@@ -42,6 +42,12 @@ WARNINGS: tuple[tuple[str, float, str], ...] = (
     "of the batch's trajectories do not train: their behavior weights are out "
     "of bounds. Is staleness too high, or do generator and learner disagree?",
   ),
+  (
+    "truncated",
+    0.25,
+    "of the batch's trajectories were cut before their end. Is "
+    "sampling.max_tokens too small, or engine.context_length, or max_turns?",
+  ),
 )
 _SHOWN = 12
 _HEADER_EVERY = 20

@@ -1,3 +1,4 @@
+import contextlib
 import dataclasses
 
 import jax
@@ -89,9 +90,70 @@ def test_more_wrong_batches_than_batches_are_refused():
     sft.Config(batches=5, wrong_batches=7)
 
 
-def test_a_demonstration_longer_than_a_row_is_refused_before_training(
+def test_the_longest_demonstration_is_measured_over_what_is_shown(tmp_path):
+  config = tiny_run.get_config(tmp_path / "runs")
+  task, rows = parts.make_task(config)
+  shown = sft.longest(SHORT, task, rows["train"], seed=0)
+  assert shown is not None
+  assert (len(shown.answer), shown.whole) == (5, 11)
+  unshown = dataclasses.replace(SHORT, batches=0)
+  shown = sft.longest(unshown, task, rows["train"], seed=0)
+  assert shown is not None and len(shown.answer) == 5
+
+
+@pytest.mark.parametrize(
+  ("section", "changes", "message"),
+  [
+    ("sampling", {"max_tokens": 4}, "max_tokens is 4; .* takes 5 tokens"),
+    ("learner", {"row_length": 12}, None),
+    (
+      "engine",
+      {"context_length": 11, "prefill_buckets": (11,)},
+      "context_length is 11; .* prompt of 6 tokens, .* make 12",
+    ),
+    (
+      "engine",
+      {"context_length": 11},
+      r"prefill_buckets is \(12,\); .* <= .*, 11",
+    ),
+  ],
+)
+def test_answers_and_demonstrations_must_fit(
+  tmp_path, section, changes, message
+):
+  config = tiny_run.get_config(tmp_path / "runs", warm_start=SHORT)
+  part = dataclasses.replace(getattr(config, section), **changes)
+  refused = contextlib.nullcontext()
+  if message is not None:
+    refused = pytest.raises(ConfigError, match=message)
+  with refused:
+    parts.make_task(dataclasses.replace(config, **{section: part}))
+
+
+def test_a_demonstration_longer_than_the_context_is_refused(tmp_path):
+  config = tiny_run.get_config(tmp_path / "runs", warm_start=SHORT, max_turns=2)
+  short = dataclasses.replace(
+    config.engine, context_length=10, prefill_buckets=(10,)
+  )
+  config = dataclasses.replace(config, engine=short)
+  with pytest.raises(ConfigError, match="is 10; .* demonstration of 11 tokens"):
+    parts.make_task(config)
+
+
+def test_without_a_warm_start_a_known_answer_beyond_the_budget_is_a_doubt(
   tmp_path, monkeypatch
 ):
-  monkeypatch.setattr(sft, "_imitate", None)
-  with pytest.raises(ConfigError, match="config.learner.row_length is 9"):
-    imitate(tmp_path, SHORT, row_length=9)
+  config = tiny_run.get_config(tmp_path / "runs")
+  task, rows = parts.make_task(config)
+  assert parts.doubts(config, task, rows) == []
+  fewer = dataclasses.replace(config.sampling, max_tokens=4)
+  config = dataclasses.replace(config, sampling=fewer)
+  (doubt,) = parts.doubts(config, *parts.make_task(config))
+  assert "max_tokens is 4" in doubt and "answer of 5 tokens" in doubt
+
+  def knows_none(*_):
+    raise ValueError("no demonstrations")
+
+  monkeypatch.setattr(task, "demonstration", knows_none)
+  (doubt,) = parts.doubts(config, task, rows)
+  assert "answer of 5 tokens" in doubt

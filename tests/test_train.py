@@ -536,7 +536,11 @@ def test_a_copied_run_goes_on_where_it_lies(synchronous, base):
 @pytest.mark.parametrize(
   ("section", "changes", "message"),
   [
-    ("engine", {"context_length": 5}, "config.engine: context_length 5"),
+    (
+      "engine",
+      {"context_length": 5, "prefill_buckets": (5,)},
+      "config.engine: context_length 5",
+    ),
     ("engine", {"prefill_buckets": (8,)}, "config.engine: prefill_buckets"),
     ("engine", {"slots": 7}, "config.engine: slots is 7"),
     ("learner", {"microbatch_rows": 3}, "microbatch_rows is 3"),

@@ -195,6 +195,7 @@ def tokenizer(config: parts.Config) -> str:
 
 def task(config: parts.Config) -> str:
   """Its questions can be read, and fit generator and evaluation."""
-  _, rows = parts.make_task(config)
+  made, rows = parts.make_task(config)
   counts = ", ".join(f"{len(some)} {split}" for split, some in rows.items())
-  return f"{config.task.name} has {counts} questions"
+  found = f"{config.task.name} has {counts} questions"
+  return "; but ".join([found, *parts.doubts(config, made, rows)])

@@ -40,6 +40,7 @@ def measure(cell: Cell, scale: str) -> list[Row]:
   )
   config.task = to_config_dict(Choice(name="style_bandit", config=task))
   config.batches, config.max_turns = batches, 1
+  config.sampling.max_tokens = 8
   config.evaluation.every = 0
   config.learner.learning_rate = 1e-3
   if cell["method"] == "running mean of all":

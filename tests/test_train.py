@@ -532,6 +532,7 @@ def test_a_first_evaluation_without_any_episode_ends_the_run(
   monkeypatch.setattr("rl_tpu.envs.reasoning_gym.Task.environment", broken)
   config = tiny_run.get_config(fresh(base), batches=1)
   monkeypatch.setattr(command_line, "_read_config", lambda arguments: config)
+  monkeypatch.setattr(command_line, "_prepare_jax", lambda config: None)
   assert command_line.main(["rl_tpu", "train"]) == 1
   error = capsys.readouterr().err.splitlines()[-1]
   assert error.startswith("rl_tpu: all 8 episodes of the first evaluation")

@@ -91,7 +91,7 @@ def main(arguments: list[str]) -> int:
     return 2
   if command is not _compile:
     _prepare_jax(config)
-  from rl_tpu import ownership, processes
+  from rl_tpu import failures, ownership, processes
 
   try:
     figures = command(config)
@@ -105,6 +105,12 @@ def main(arguments: list[str]) -> int:
   except KeyboardInterrupt:
     print("rl_tpu: stopped at once", file=sys.stderr)
     return processes.INTERRUPTED
+  except RuntimeError as error:
+    ended = failures.ending(error)
+    if ended is None:
+      raise
+    print(f"rl_tpu: {ended}", file=sys.stderr)
+    return 1
   print(json.dumps(figures))
   return 0 if figures.get("fits", True) else 1
 

@@ -25,7 +25,6 @@ import collections
 import dataclasses
 import heapq
 import itertools
-import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -34,6 +33,7 @@ from rl_tpu.agents import Stage
 from rl_tpu.buffer import Buffer
 from rl_tpu.envs import Agent, Environment, Limits
 from rl_tpu.episode import Generator
+from rl_tpu.failures import EpisodesFailed, Failures, words
 from rl_tpu.rewards import shaping as shapes
 from rl_tpu.staleness import Admission
 from rl_tpu.types import (
@@ -44,8 +44,6 @@ from rl_tpu.types import (
   Trajectory,
   Turn,
 )
-
-_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -146,6 +144,7 @@ class Actor:
     self._dropped: dict[int, str] = {}
     self._failures: collections.Counter[str] = collections.Counter()
     self._failures_in_a_row = 0
+    self._told = Failures()
 
     self._loop: asyncio.AbstractEventLoop | None = None
     self._tasks: set[asyncio.Task[None]] = set()
@@ -180,7 +179,7 @@ class Actor:
     running and the buffer is closed; an error is handed to the buffer too.
 
     Raises:
-      RuntimeError: too many groups failed in a row; the last error is the
+      EpisodesFailed: too many groups failed in a row; the last error is the
         cause. Errors of `prompts` and `keep` come through as they are.
     """
     assert self._loop is None and not self._ended, "an actor runs once"
@@ -432,13 +431,11 @@ class Actor:
       del self._progress[index]
       self._admission.give_back("failed")
       self._dropped[index] = f"failed: {error!r}"
-      _log.warning(
-        "prompt %d failed (%s) and is dropped", index, kind, exc_info=error
-      )
+      self._told.add(f"prompt {index} failed ({kind}) and is dropped", error)
       if self._failures_in_a_row >= self._config.max_failures_in_a_row:
-        raise RuntimeError(
+        raise EpisodesFailed(
           f"{self._failures_in_a_row} groups failed in a row; the last was "
-          f"prompt {index}: {error!r}"
+          f"prompt {index}: {words(error)}"
         ) from error
 
   def _on_refused(self, group: Group) -> None:
@@ -472,3 +469,4 @@ class Actor:
     for task in tasks:
       task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+    self._told.close()

@@ -29,6 +29,7 @@ from rl_tpu import metrics
 from rl_tpu.agents import Stage
 from rl_tpu.envs import Agent, Environment, Limits, Split
 from rl_tpu.episode import Generator
+from rl_tpu.failures import Failures
 from rl_tpu.models.tokenizer import Tokenizer
 from rl_tpu.types import (
   Prompt,
@@ -128,6 +129,7 @@ async def attempt(
   attempts: int = 1,
   running: int | None = None,
   ended: Callable[[Attempt], None] = lambda attempt: None,
+  failures: Failures | None = None,
 ) -> list[Attempt]:
   """Attempts every prompt `attempts` times; each exactly once, in order.
 
@@ -143,9 +145,11 @@ async def attempt(
     attempts: at each prompt, >= 1.
     running: most attempts under way at once; None: all.
     ended: told of each one as it ends.
+    failures: told of those that failed; None: a new one, closed at the end.
   """
   places = asyncio.Semaphore(running or len(prompts) * attempts)
   stage = Stage()
+  told = Failures() if failures is None else failures
 
   async def one(question: int, member: int) -> Attempt:
     prompt = prompts[question]
@@ -168,13 +172,17 @@ async def attempt(
       except Exception as error:  # Counted, and wrong.
         said["error"] = str(error) or repr(error)
         said["kind"] = getattr(error, "kind", type(error).__name__)
+        told.add(f"question {question} failed ({said['kind']})", error)
     done = Attempt(question=question, member=member, prompt=prompt, **said)
     ended(done)
     return done
 
-  return await asyncio.gather(
+  made = await asyncio.gather(
     *(one(q, m) for q in range(len(prompts)) for m in range(attempts))
   )
+  if failures is None:
+    told.close()
+  return made
 
 
 def pass_at_k(attempts: int, right: int, k: int) -> float:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from rl_tpu import attempts, metrics
 from rl_tpu.envs import Agent, Environment, Limits
 from rl_tpu.episode import Generator
+from rl_tpu.failures import Failures
 from rl_tpu.types import Prompt, Sampling
 
 
@@ -49,8 +50,11 @@ async def evaluate(
   max_turns: int,
   max_trajectory_tokens: int,
   limits: Limits | None = None,
+  failures: Failures | None = None,
 ) -> dict[str, float]:
   """Attempts every prompt, sampled and greedy, and scores the answers.
+
+  `failures` is told of episodes that raised.
 
   Returns:
     heldout_accuracy: mean reward at `sampling.temperature`.
@@ -71,6 +75,7 @@ async def evaluate(
       max_turns=max_turns,
       max_trajectory_tokens=max_trajectory_tokens,
       limits=limits,
+      failures=failures,
     )
     good = [one for one in made if one.trajectories]
     counted = metrics.describe_environments(

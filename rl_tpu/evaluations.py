@@ -8,6 +8,7 @@ by the thread that trains.
 from concurrent.futures import Future
 
 from rl_tpu import data, envs, evaluate, metrics, parts, schedules
+from rl_tpu.failures import EpisodesFailed, Failures
 from rl_tpu.view import View
 
 
@@ -31,7 +32,13 @@ class Evaluations:
     """The last accuracy that was logged."""
 
   async def ask(self, generator: schedules.Generator) -> dict[str, float]:
-    """Raises if the generator failed; that says nothing of the policy."""
+    """The accuracy now.
+
+    Raises:
+      EpisodesFailed: nothing was evaluated yet, and every episode failed.
+      Exception: the generator failed; that says nothing of the policy.
+    """
+    failures = Failures()
     row = await evaluate.evaluate(
       generator,
       self._task.environment,
@@ -41,9 +48,17 @@ class Evaluations:
       max_turns=self._config.max_turns,
       max_trajectory_tokens=self._config.engine.context_length,
       limits=self._config.limits,
+      failures=failures,
     )
+    failures.close()
     if generator.failure is not None:
       raise generator.failure
+    asked = 2 * len(self._heldout)
+    if row["heldout_failed"] == asked and not self.latest:
+      raise EpisodesFailed(
+        f"all {asked} episodes of the first evaluation failed; the first of "
+        f"them: {failures.first}"
+      )
     return row
 
   def start(

@@ -54,7 +54,8 @@ def run(config: parts.Config, view: View) -> dict[str, Any]:
     included), `max_staleness` (the limit; null for none),
     `max_staleness_consumed`, `learner_wait_share`,
     `mixed_version_trajectories` (consumed ones with tokens of several
-    versions), `batches`, `directory`.
+    versions), `failed_groups` (dropped, an episode failed), `batches`,
+    `directory`.
 
   Raises:
     ConfigError: the directory is in use or holds a run of another config or a
@@ -465,6 +466,7 @@ class _Run(Trainer):
       "mixed_version_trajectories": int(
         sum(r["mixed_version_trajectories"] for r in trained)
       ),
+      "failed_groups": int(trained[-1].get("failed_groups", 0)),
       "batches": self.config.batches,
       "directory": str(self.config.run_directory),
     }

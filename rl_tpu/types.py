@@ -26,12 +26,16 @@ class EpisodeError(RuntimeError):
   """An episode that cannot become a trajectory, for a reason with a name.
 
   `kind` names what went wrong in a word or two, lower case with underscores;
-  the log counts failed groups by it.
+  the log counts failed groups by it. `same` is equal for failures that are one
+  fault ("": none can tell), `detail` lines for whoever mends it.
   """
 
-  def __init__(self, kind: str, message: str):
+  def __init__(
+    self, kind: str, message: str, *, same: str = "", detail: str = ""
+  ):
     super().__init__(f"{kind}: {message}")
-    self.kind = kind
+    self.kind, self.message = kind, message
+    self.same, self.detail = same, detail
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

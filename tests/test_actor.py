@@ -434,8 +434,13 @@ def test_the_run_goes_on_whatever_an_environment_does(caplog):
   assert rig.actor.failures == counted
   consumed = [rig.buffer.take(v, timeout=0) for v in range(4)]
   assert [g.prompt.index for (g,) in consumed] == [11, 12, 13, 14]
+  # A timeout is a timeout, an exit an exit: their like is counted.
+  again = {7, 10}
   for index, (kind, _) in odd.items():
-    assert f"prompt {index} failed ({kind}) and is dropped" in caplog.text
+    told = f"prompt {index} failed ({kind}) and is dropped" in caplog.text
+    assert told == (index not in again)
+  assert caplog.text.count("the same 1 more times") == len(again)
+  assert "lambda: 1 // 0" in caplog.text
 
 
 def test_rewards_are_shaped_before_they_are_trained_on():

@@ -523,6 +523,24 @@ def test_evaluations_in_between_are_in_the_seconds(base, monkeypatch):
   assert figures["train_seconds"] == learner[-1][3]
 
 
+def test_a_first_evaluation_without_any_episode_ends_the_run(
+  base, monkeypatch, capsys, caplog
+):
+  def broken(task, prompt):
+    raise KeyError("plurall")
+
+  monkeypatch.setattr("rl_tpu.envs.reasoning_gym.Task.environment", broken)
+  config = tiny_run.get_config(fresh(base), batches=1)
+  monkeypatch.setattr(command_line, "_read_config", lambda arguments: config)
+  monkeypatch.setattr(command_line, "_prepare_jax", lambda config: None)
+  assert command_line.main(["rl_tpu", "train"]) == 1
+  error = capsys.readouterr().err.splitlines()[-1]
+  assert error.startswith("rl_tpu: all 8 episodes of the first evaluation")
+  assert "KeyError('plurall')" in error
+  assert caplog.text.count("question 0 failed") == 1
+  assert "the same 7 more times" in caplog.text
+
+
 def test_a_copied_run_goes_on_where_it_lies(synchronous, base):
   config, figures, _ = synchronous
   directory = fresh(base)

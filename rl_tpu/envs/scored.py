@@ -167,7 +167,15 @@ class Task:
     Raises:
       EpisodeError: it failed, or what it returned is no reward.
     """
-    value = await self._score(answer, row)
+    try:
+      value = await self._score(answer, row)
+    except EpisodeError as error:
+      raise EpisodeError(
+        error.kind,
+        f"{error.message}; {_asked(answer, row)}",
+        same=error.same or error.message,
+        detail=error.detail,
+      ) from error
     counted = value if isinstance(value, dict) else {"reward": value}
     numbers = (int, float)  # bool is an int
     if "reward" not in counted or not all(
@@ -176,7 +184,8 @@ class Task:
       raise EpisodeError(
         "reward_no_number",
         f"{self.config.reward} returned {value!r}; it must be a number, or a "
-        "dict of numbers with 'reward'",
+        f"dict of numbers with 'reward'; {_asked(answer, row)}",
+        same=f"{type(value)}",
       )
     metrics = {name: float(number) for name, number in counted.items()}
     return metrics.pop("reward"), metrics
@@ -201,6 +210,11 @@ class Task:
       )
     example = str(json.loads(row["row"])[self.config.example_field])
     return self.prompt(row, 0).tokens, encode_action(self.tokenizer, example)
+
+
+def _asked(answer: str, row: Mapping[str, Any]) -> str:
+  """What the function was called with, as far as a line holds it."""
+  return f"the answer was {answer[:200]!r}, of {json.dumps(row)[:300]}"
 
 
 class Environment(TextEnvironment):

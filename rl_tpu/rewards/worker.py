@@ -6,7 +6,9 @@ FUNCTION is `module:name`, or `path/to/file.py:name`, whose folder may be
 imported from. First of all it says whether that is there: `{"ready": ...}`, or
 `{"refused": ...}`, after which it ends. Then it reads a JSON list of arguments
 a line from stdin and writes a JSON object a line to what was stdout:
-`{"value": ...}`, or `{"raised": ...}`; NumPy's numbers are numbers. It ends
+`{"value": ...}`, or `{"raised": ...}` with where in the function's file
+(`where`) and the lines of code that led there (`lines`); NumPy's numbers are
+numbers. It ends
 when stdin does, so that it does not outlive whoever it works for; should it
 hang then, its own alarm ends it. Nothing here imports JAX: a worker starts in
 the time that its function's module takes.
@@ -20,6 +22,7 @@ import pathlib
 import resource
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -47,7 +50,7 @@ def main(function: str, seconds: float, memory_bytes: int) -> None:
       value = score(*json.loads(line))
       reply = json.dumps({"value": value}, default=_number)
     except Exception as error:
-      reply = json.dumps({"raised": _named(error)})
+      reply = json.dumps({"raised": _named(error), **_place(error, score)})
     signal.setitimer(signal.ITIMER_REAL, 0)
     say(reply)
 
@@ -70,6 +73,24 @@ def load(function: str) -> Callable[..., Any]:
 
 def _named(error: Exception) -> str:
   return repr(error)[:500]
+
+
+def _place(error: Exception, score: Callable[..., Any]) -> dict[str, str]:
+  """Where it was raised, as the function's author sees it."""
+  frames = [
+    frame
+    for frame in traceback.extract_tb(error.__traceback__)
+    if frame.filename != __file__
+  ]
+  code = getattr(score, "__code__", None)
+  inside = [f for f in frames if code and f.filename == code.co_filename]
+  if not inside:
+    return {"where": "", "lines": ""}
+  path = os.path.relpath(inside[-1].filename)
+  return {
+    "where": f"{path}:{inside[-1].lineno}",
+    "lines": "".join(traceback.format_list(frames[-8:]))[:4000],
+  }
 
 
 def _number(value: Any) -> float:

@@ -104,8 +104,12 @@ class Workers:
         "reward_crashed", f"the process of {self._function} died: {error}"
       ) from error
     if "raised" in reply:
+      where, said = reply["where"], reply["raised"]
       raise EpisodeError(
-        "reward_raised", f"{self._function} raised {reply['raised']}"
+        "reward_raised",
+        f"{self._function} raised {said}" + (f" at {where}" if where else ""),
+        same=f"{where} {said.partition('(')[0]}",
+        detail=reply["lines"],
       )
     return reply["value"]
 

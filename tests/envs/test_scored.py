@@ -78,6 +78,18 @@ def test_what_is_no_reward_fails_the_episode_by_name(make, text, kind):
   with pytest.raises(EpisodeError, match="rewards.py:score") as caught:
     attempt(make(), stored(LINES[2]), text)
   assert caught.value.kind == kind
+  assert f"the answer was {text!r}, of" in str(caught.value)
+  assert '"question": "2+1?"' in str(caught.value)
+
+
+def test_what_a_function_raises_says_where_and_shows_its_lines(make):
+  with pytest.raises(
+    EpisodeError, match=r"rewards.py:17; the answer"
+  ) as caught:
+    attempt(make(), stored(LINES[2]), "raise")
+  assert 'raise KeyError("answer")' in caught.value.detail
+  assert "worker.py" not in caught.value.detail
+  assert caught.value.same.endswith("rewards.py:17 KeyError")
 
 
 def test_an_answer_that_the_budget_cut_has_the_reward_of_the_config(make):

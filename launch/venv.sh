@@ -9,7 +9,7 @@ if ! command -v "$PYTHON" > /dev/null; then
 fi
 [ -x .venv/bin/python ] || "$PYTHON" -m venv .venv
 if ! cmp -s requirements.txt .venv/installed.txt; then
-  echo "installing the packages of requirements.txt into .venv (3 GB, minutes)"
+  echo "installing the packages of requirements.txt into .venv (4.5 GB, minutes)"
   .venv/bin/python -m pip install --quiet --disable-pip-version-check \
     -r requirements.txt
   cp requirements.txt .venv/installed.txt

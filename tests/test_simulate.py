@@ -523,14 +523,14 @@ def test_empirical_lengths_are_those_of_a_runs_log(pod, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  ("question", "axis"),
+  ("page", "question", "axis"),
   [
-    ("How many generator slices does my trainer need?", "generators"),
-    ("What does the staleness limit cost?", "staleness"),
+    ("pods", "How many generators, how much staleness?", "generators"),
+    ("staleness", "For a pod, ask the simulator", "staleness"),
   ],
 )
-def test_the_readmes_commands_answer_its_questions(question, axis):
-  text = (ROOT / "README.md").read_text().partition(question)[2]
+def test_the_pages_commands_answer_their_questions(page, question, axis):
+  text = (ROOT / f"docs/{page}.md").read_text().partition(question)[2]
   block = text.partition("\n\n")[2].partition("\n\n")[0]
   command = shlex.split(block.replace("\\\n", ""))
   assert command[:4] == [".venv/bin/python", "-m", "rl_tpu", "simulate"]

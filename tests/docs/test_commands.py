@@ -46,6 +46,7 @@ QUICKSTART = (
   ".venv/bin/python -m rl_tpu train --config=experiments/quickstart.py"
 )
 MODEL = "/models/Qwen3-0.6B"
+NOTHING_IMITATED = "--config.warm_start.batches=0"
 FOLDER = str(ROOT / "tests/golden/huggingface/qwen2_tied_sharded")
 COPIES = ("docs/new_algorithm.md", "docs/new_environment.md")
 """Pages that add to rl_tpu."""
@@ -73,7 +74,7 @@ def small(arguments: list[str]) -> list[str]:
     changes |= {"warm_start.batches": 2, "warm_start.wrong_batches": 0}
     if any(a.endswith(MODEL) or a.endswith(FOLDER) for a in arguments):
       changes["warm_start.batches"] = 0
-  elif arguments[0] == "train":
+  elif arguments[0] == "train" and NOTHING_IMITATED not in arguments:
     changes["warm_start.batches"] = 2
   return arguments + [f"--config.{k}={v}" for k, v in changes.items()]
 

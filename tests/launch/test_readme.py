@@ -1,4 +1,4 @@
-"""Every launch command of the READMEs, with --dry_run; the image's pins."""
+"""Every launch command of the pages, with --dry_run; the image's pins."""
 
 import json
 import re
@@ -26,7 +26,7 @@ def lines_of(readme):
 LINES = lines_of("launch/README.md")
 COMMANDS = [
   line.partition("python -m launch ")[2].split()
-  for line in [*LINES, *lines_of("README.md")]
+  for line in [*LINES, *lines_of("docs/pods.md")]
   if "python -m launch " in line and "BACKEND" not in line
 ]
 

@@ -71,7 +71,7 @@ def main(arguments: list[str]) -> int:
   if command is None:
     names = sorted([*COMMANDS, *WITHOUT_CONFIG])
     print(
-      f"command is {arguments[1]!r}; it must be one of {names}",
+      f"rl_tpu: command is {arguments[1]!r}; it must be one of {names}",
       file=sys.stderr,
     )
     return 2
@@ -137,46 +137,45 @@ def read_flags(name: str, cls: type, arguments: list[str]) -> Any:
   Raises:
     ConfigError: a flag or field is unknown, of a wrong type or out of range.
   """
-  from rl_tpu.config import ConfigError, build
+  from rl_tpu.config import build
 
-  values = _read_values(name, arguments)
-  try:
-    return build(cls, values, name)
-  except OSError as error:
-    # What get_config could not open, config_flags tells whoever reads it.
-    raise ConfigError(f"--{name}: {error}") from error
+  return build(cls, _read_values(name, arguments), name)
 
 
 def _read_values(name: str, arguments: list[str]):
   """Parses flags into the ConfigDict that they describe.
 
   Raises:
-    ConfigError: a flag is unknown or of a wrong type.
+    ConfigError: a flag is unknown or of a wrong type, or the file fails.
   """
   from absl import flags
   from ml_collections import config_flags
 
+  from rl_tpu import config_file
   from rl_tpu.config import ConfigError
 
   values = flags.FlagValues()
   arguments = [_in_full(argument) for argument in arguments]
-  file = config_flags.DEFINE_config_file(
-    name, lock_config=True, flag_values=values, sys_argv=arguments
-  )
   try:
+    file = config_flags.DEFINE_config_file(
+      name, lock_config=True, flag_values=values, sys_argv=arguments
+    )
     rest = values(arguments)[1:]
-  except flags.Error as error:
-    raise ConfigError(str(error)) from error
-  except AttributeError as error:
-    # config_flags looks every --NAME.FIELD up in the file's config.
-    raise ConfigError(f"--{name} has no field {error}") from error
-  except OSError as error:
-    raise ConfigError(f"--{name}: {error}") from error
+    found = file.value
+    if found is not None:
+      found.keys()  # Of a file that failed, nothing can be asked.
+  except Exception as error:
+    # Whatever the file raises comes through here, and what the library makes
+    # of it is about itself.
+    fault = config_file.explain(name, arguments)
+    if fault is None and not isinstance(error, flags.Error | OSError):
+      raise
+    raise fault or ConfigError(f"--{name}: {error}") from error
   if rest:
     raise ConfigError(f"{rest[0]!r} is not a flag; see --help")
-  if file.value is None:
+  if found is None:
     raise ConfigError(f"--{name} is missing; see --help")
-  return file.value
+  return found
 
 
 def _in_full(argument: str) -> str:

@@ -156,6 +156,13 @@ def _choice(find, value: Any, path: str) -> Choice:
     module = find(value["name"])
   except ValueError as error:
     raise ConfigError(f"{path}.name: {error}") from error
+  unknown = set(settings) - {f.name for f in dataclasses.fields(module.Config)}
+  if unknown:
+    raise ConfigError(
+      f"{path}.{min(unknown)} is not a field of {value['name']}. Where a flag "
+      f"changed {path}.name: the file's other fields are those of what it "
+      "names; use a config file for this one (methods: experiments/methods)"
+    )
   return Choice(name=value["name"], config=build(module.Config, settings, path))
 
 

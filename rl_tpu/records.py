@@ -28,7 +28,8 @@ def read(path: str) -> Iterator[Mapping[str, Any]]:
       try:
         row = json.loads(line)
       except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: line {number}: {error}") from error
+        place = f"{path}: line {number}, column {error.colno}"
+        raise ValueError(f"{place}: {error.msg}") from error
       if not isinstance(row, dict):
         raise ValueError(f"{path}: line {number} is no JSON object")
       yield row

@@ -386,4 +386,8 @@ if __name__ == "__main__":
   if here:
     _as_compiled()
   logging.getLogger("absl").setLevel(logging.WARNING)
+  # Orbax misses this file in every checkpoint of weights alone.
+  logging.getLogger("absl").addFilter(
+    lambda record: "_CHECKPOINT_METADATA" not in record.getMessage()
+  )
   sys.exit(main(sys.argv))

@@ -43,9 +43,10 @@ def _load(named: str) -> Any:
   """What the file's `get_config` gives."""
   path, colon, argument = named.partition(":")
   file = pathlib.Path(path)
+  whole = file.resolve()
   if not file.is_file():
     raise ConfigError(f"{path} is not there")
-  spec = importlib.util.spec_from_file_location("explained_config", file)
+  spec = importlib.util.spec_from_file_location("explained_config", whole)
   assert spec is not None and spec.loader is not None
   module = importlib.util.module_from_spec(spec)
   try:
@@ -55,11 +56,8 @@ def _load(named: str) -> Any:
     raise
   except Exception as error:
     frames = traceback.extract_tb(error.__traceback__)
-    whole = str(file.resolve())
-    own = [
-      f for f in frames if str(pathlib.Path(f.filename).resolve()) == whole
-    ]
-    place = f"{path}:{own[-1].lineno}" if own else path
+    own = [f.lineno for f in frames if pathlib.Path(f.filename) == whole]
+    place = f"{path}:{own[-1]}" if own else path
     said = f"{type(error).__name__}: {error}"
     raise ConfigError(f"{place}: {said}") from error
 

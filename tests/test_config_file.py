@@ -4,6 +4,9 @@ import pytest
 
 from rl_tpu import __main__ as command_line
 
+pytestmark = pytest.mark.filterwarnings(
+  "ignore:the load_module:DeprecationWarning"  # of ml_collections
+)
 GOOD = "experiments/quickstart.py"
 BROKEN = """
 def get_config():

@@ -29,6 +29,17 @@ class Warning:
   text: str
   """What is allowed, and where to look."""
 
+  @property
+  def said(self) -> str:
+    """All of it in a sentence; a text that begins with "of" has a share."""
+    if self.text.startswith("of "):
+      what = f"{self.worst:.0%} {self.text}"
+    else:
+      what = f"{self.worst:.4g} at worst: {self.text}"
+    if not self.batches:
+      return f"{what}."
+    return f"{what}. In {self.batches} batches, first in {self.first}."
+
 
 @dataclasses.dataclass(frozen=True)
 class _Rule:

@@ -248,9 +248,7 @@ function health() {
       "finite, staleness within its limit."));
     for (const warning of run.warnings) main.append(el("p",
       { class: "card warn" }, who, el("code", {}, warning.rule), " " +
-      show(warning.worst) + " at worst: " + warning.text +
-      (warning.batches ? ". In " + warning.batches + " batches, first in " +
-        warning.first : "") + "."));
+      warning.said));
   });
 }
 function charts() {

@@ -125,7 +125,7 @@ def read(directory: str | os.PathLike) -> dict[str, Any]:
     "series": _series(measured),
     "points": len(measured),
     "warnings": [
-      _finite(dataclasses.asdict(warning))
+      _finite(dataclasses.asdict(warning) | {"said": warning.said})
       for warning in health.warnings(measured, config)
     ],
     "goodput": goodput.account(measured, intervals, starts),

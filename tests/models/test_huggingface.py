@@ -125,6 +125,8 @@ def test_a_round_trip_changes_no_bit(name, max_file_bytes, tmp_path):
   )
   index = tmp_path / "model.safetensors.index.json"
   assert index.exists() == (max_file_bytes < 10**9)
+  modes = {file.stat().st_mode for file in tmp_path.iterdir()}
+  assert len(modes) == 1, "whoever may read one file may read all"
   assert huggingface.read_config(tmp_path) == policy.config
   assert_equal(imported(tmp_path, fsdp=2, tensor=2)[1], params)
   written, read = tensors(tmp_path), tensors(GOLDEN / name)

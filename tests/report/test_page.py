@@ -140,6 +140,18 @@ def test_a_broken_health_rule_is_named(row, config, rule):
   assert health.warnings(rows[:1], usual) == []
 
 
+def test_a_warning_is_a_sentence():
+  rows = [{"batch": 1, "truncated": 0.711}, {"batch": 2, "ratio": 1.5}]
+  share, weight = health.warnings(
+    rows, {"schedule": "sync", "max_staleness": 2}
+  )
+  if share.rule != "truncated":
+    share, weight = weight, share
+  assert share.said.startswith("71% of trajectories end without a stop token")
+  assert share.said.endswith(". In 1 batches, first in 1.")
+  assert weight.said.startswith("1.5 at worst: ")
+
+
 def test_a_reward_that_collapsed_is_a_warning():
   up = [{"batch": b, "reward": 0.9} for b in range(1, 31)]
   down = [{"batch": b, "reward": 0.1} for b in range(31, 41)]
@@ -182,10 +194,12 @@ def test_a_directory_without_a_run_is_refused(tmp_path, capsys):
   assert "holds no run" in capsys.readouterr().err
 
 
-def test_the_command_names_what_it_wrote(tmp_path):
+def test_the_command_names_what_it_wrote(tmp_path, capsys):
   one, two = make_run(tmp_path / "a"), make_run(tmp_path / "b", truncated=0.5)
   written = command.run([str(one), str(two), f"--out={tmp_path}/both.html"])
   assert written["warnings"] == 1
+  (warning,) = capsys.readouterr().err.splitlines()
+  assert warning.startswith(f"{two}: truncated 50% of trajectories")
   assert "made async seed 0 and made" in (tmp_path / "both.html").read_text()
   assert len(written["traces"]) == len(written["figures"]) == 2
 
@@ -199,7 +213,7 @@ def test_a_browser_reads_the_page_by_keyboard_without_complaint(tmp_path):
     async with browser.page(tmp_path / "browser") as tab:
       await tab.open((run / "report.html").as_uri())
       body = await tab.value("document.body.innerText")
-      assert "of trajectories end without a stop token" in body
+      assert "50% of trajectories end without a stop token" in body
       assert "versions 4, 5" in body
       spent = (
         "[...document.querySelectorAll('.plain tr')].map(r => r.innerText)"

@@ -18,6 +18,7 @@ import dataclasses
 import json
 import math
 import pathlib
+import shutil
 from collections.abc import Iterator, Mapping
 from os import PathLike
 from typing import Any, Literal
@@ -419,6 +420,8 @@ def _save_weights(
       folder / name,
       metadata={"format": "pt"},
     )
+    # It is written for its owner alone, unlike what lies beside it.
+    shutil.copymode(folder / "config.json", folder / name)
     where |= {tensor.name: name for tensor in tensors}
   if len(files) > 1:
     index = {"metadata": {"total_size": total}, "weight_map": where}

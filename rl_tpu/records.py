@@ -28,8 +28,9 @@ def read(path: str) -> Iterator[Mapping[str, Any]]:
       try:
         row = json.loads(line)
       except json.JSONDecodeError as error:
-        place = f"{path}: line {number}, column {error.colno}"
-        raise ValueError(f"{place}: {error.msg}") from error
+        raise ValueError(
+          f"{path}: line {number}, column {error.colno}: {error.msg}"
+        ) from error
       if not isinstance(row, dict):
         raise ValueError(f"{path}: line {number} is no JSON object")
       yield row

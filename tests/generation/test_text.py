@@ -1,5 +1,6 @@
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import random
 
@@ -313,20 +314,25 @@ def running(driver):
     driver.stop()
 
 
-def make_driver(table):
-  served = make_engine(CONFIG)
+def make_driver(table, config=CONFIG):
+  served = make_engine(config)
   driver = drivers.GenerationDriver(served)
   driver.update(served.load_params(table, 3))
   return driver
 
 
 def test_a_stop_string_frees_the_slot_and_no_stop_string_changes_nothing():
-  driver = make_driver(script(*range(16), 0))
+  # Room enough that the answer is not over before it is told to stop.
+  room = dataclasses.replace(
+    CONFIG, context_length=2048, prefill_buckets=(4, 2048)
+  )
+  driver = make_driver(script(*range(16), 0), room)
   tokenizer = Pieces(*"0123456789abcdef")
   request = ask(1, max_tokens=12)
 
   async def main():
-    cut = await text.complete(driver, request, tokenizer, ["56"])
+    endless = ask(1, max_tokens=2000)
+    cut = await text.complete(driver, endless, tokenizer, ["56"])
     whole = await text.complete(driver, request, tokenizer)
     return cut, whole, await driver.generate(request)
 

@@ -8,8 +8,10 @@ to the config is an argument of the study's cells.
 import math
 import os
 import pathlib
+import subprocess
+import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ml_collections
@@ -47,6 +49,23 @@ def train_in(
   with open(os.devnull, "w") as nowhere:
     view = View(built.batches, rich.console.Console(file=nowhere))
     return train.run(built, view)
+
+
+def train_apart(file: str, directory: str, values: Mapping[str, Any]) -> None:
+  """Trains in a process of its own, whose two sides have a device each.
+
+  Args:
+    file: of the config, with its argument.
+    directory: where the run is left.
+    values: of fields that differ from the file's.
+
+  Raises:
+    CalledProcessError: it failed.
+  """
+  command = [sys.executable, "-m", "rl_tpu", "train", f"--config={file}"]
+  fields = {"directory": directory, **values}
+  command += [f"--config.{name}={value}" for name, value in fields.items()]
+  subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
 def rows_of(

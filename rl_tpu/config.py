@@ -156,10 +156,12 @@ def _choice(find, value: Any, path: str) -> Choice:
     module = find(value["name"])
   except ValueError as error:
     raise ConfigError(f"{path}.name: {error}") from error
-  unknown = set(settings) - {f.name for f in dataclasses.fields(module.Config)}
+  allowed = {field.name for field in dataclasses.fields(module.Config)}
+  unknown = set(settings) - allowed
   if unknown:
     raise ConfigError(
-      f"{path}.{min(unknown)} is not a field of {value['name']}. Where a flag "
+      f"{path}.{min(unknown)} is not a field of {value['name']}, which has "
+      f"{sorted(allowed)}. Where a flag "
       f"changed {path}.name: the file's other fields are those of what it "
       "names; use a config file for this one (methods: experiments/methods)"
     )

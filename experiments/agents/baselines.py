@@ -11,11 +11,10 @@ README.md has it by column.
 import math
 import pathlib
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 
+from experiments import training
 from rl_tpu import metrics
 from rl_tpu.figures import Cell, Claim, Row, Verdict, drawing
 
@@ -45,16 +44,10 @@ def cells(scale: str) -> list[Cell]:
 
 def measure(cell: Cell, scale: str) -> list[Row]:
   """Every batch of the run, and the evaluation before it."""
-  values = {"seed": cell["seed"]}
-  if scale == "smoke":
-    values |= _SMOKE
-  # Both sides have a device, which this process does not have for them.
-  command = [sys.executable, "-m", "rl_tpu", "train"]
-  command += [f"--config=experiments/agents/methods.py:{cell['method']}"]
+  values = {"seed": cell["seed"]} | (_SMOKE if scale == "smoke" else {})
+  file = f"experiments/agents/methods.py:{cell['method']}"
   with tempfile.TemporaryDirectory(prefix="study-") as directory:
-    values["directory"] = directory
-    command += [f"--config.{name}={value}" for name, value in values.items()]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    training.train_apart(file, directory, values)
     log = metrics.read_csv(pathlib.Path(directory) / "metrics.csv")
   return [
     {"batch": int(row["batch"])}

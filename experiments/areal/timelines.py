@@ -20,11 +20,10 @@ recorded events; what it shows is that the code does these things in this order.
 import collections
 import dataclasses
 import pathlib
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 
+from experiments import training
 from experiments.areal import simulated_pod
 from rl_tpu import metrics, simulate
 from rl_tpu.figures import Cell, Claim, Row, Verdict, drawing
@@ -135,10 +134,7 @@ def recorded(
   """A real run in a process of its own, whose two sides have a device each."""
   batches = SHOWN + 3 if smoke else RUN_BATCHES
   with tempfile.TemporaryDirectory(prefix="study-") as directory:
-    command = [sys.executable, "-m", "rl_tpu", "train"]
-    command += [f"--config=experiments/quickstart.py:{schedule}"]
     values = {
-      "directory": directory,
       "batches": batches,
       "max_staleness": limit,
       "interruption": interruption,
@@ -147,8 +143,8 @@ def recorded(
     }
     if smoke:
       values |= {"warm_start.batches": 60, "warm_start.wrong_batches": 6}
-    command += [f"--config.{name}={value}" for name, value in values.items()]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    file = f"experiments/quickstart.py:{schedule}"
+    training.train_apart(file, directory, values)
     folder = pathlib.Path(directory)
     rows = [
       r for r in metrics.read_csv(folder / "metrics.csv") if "reward" in r

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from rl_tpu import algorithms
 from rl_tpu.figures import Row
 from rl_tpu.models import quantization
 from rl_tpu.types import Batch, PolicyOutputs
@@ -129,7 +130,7 @@ def run(
 
 
 def rows_of(
-  loss: tuple[ModuleType, Any],
+  loss: tuple[str, dict[str, Any]],
   mismatch: quantization.Config,
   seeds: Sequence[int],
   steps: int,
@@ -139,16 +140,19 @@ def rows_of(
   """Runs each seed; the means over equal parts of its curve.
 
   Args:
-    loss: the first two arguments of `run`.
+    loss: name and fields, as of `methods.loss`.
     mismatch: of the sampler.
     seeds: of runs, side by side.
     steps: of each, a multiple of `parts`.
     parts: rows of each.
     **options: of `run`.
   """
+  name, fields = loss
+  module = algorithms.get(name)
+  config = module.Config(**fields)
 
   def one(seed):
-    return run(*loss, mismatch, seed, steps, **options)
+    return run(module, config, mismatch, seed, steps, **options)
 
   curves = jax.jit(jax.vmap(one))(jnp.asarray(seeds))
   length = steps // parts

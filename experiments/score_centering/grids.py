@@ -22,14 +22,13 @@ where drift is large, not how often it is.
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from experiments import training
 from experiments.score_centering import coin, methods, settings
-from rl_tpu import algorithms
 from rl_tpu.figures import Cell, Claim, Row, Verdict, drawing
 from rl_tpu.models import quantization
 
@@ -122,10 +121,8 @@ def measure(cell: Cell, scale: str) -> list[Row]:
     rows = training.rows_of(config, METRICS, setting.batches // 50)
     return [{"seed": 0} | row for row in rows]
   steps, seeds = (2 * PARTS, 1) if scale == "smoke" else (STEPS, SEEDS)
-  name, fields = methods.loss(str(cell["method"]), top_k=0)
-  module = algorithms.get(name)
   return coin.rows_of(
-    (module, module.Config(**fields)),
+    methods.loss(str(cell["method"]), top_k=0),
     quantization.Config(**setting.here),
     range(seeds),
     steps,
@@ -133,12 +130,15 @@ def measure(cell: Cell, scale: str) -> list[Row]:
   )
 
 
-def _final(rows: Sequence[Row], setting: str) -> dict[str, list[float]]:
+def final(rows: Sequence[Row]) -> dict[str, list[float]]:
   """Reward at the end by method, in order of seeds."""
-  own = drawing.where(rows, setting=setting)
-  last = drawing.where(own, batch=max(row["batch"] for row in own))
-  names = dict.fromkeys(str(row["method"]) for row in own)
+  last = drawing.where(rows, batch=max(row["batch"] for row in rows))
+  names = dict.fromkeys(str(row["method"]) for row in rows)
   return {name: drawing.values(last, "reward", method=name) for name in names}
+
+
+def _final(rows: Sequence[Row], setting: str) -> dict[str, list[float]]:
+  return final(drawing.where(rows, setting=setting))
 
 
 def _kept(rows: Sequence[Row], setting: str, method: str) -> float:
@@ -161,21 +161,24 @@ def _present(rows: Sequence[Row], figure: str) -> list[str]:
   return [name for name in _of(figure) if name in measured]
 
 
-def _said(final: Mapping[str, Sequence[float]]) -> str:
-  means = ((name, float(np.mean(values))) for name, values in final.items())
+def said(found: Mapping[str, Sequence[float]]) -> str:
+  """Means by name, the largest first."""
+  means = ((name, float(np.mean(values))) for name, values in found.items())
   ordered = sorted(means, key=lambda one: -one[1])
   return ", ".join(f"{name} {mean:.2f}" for name, mean in ordered)
 
 
-def _leads(final: Mapping[str, Sequence[float]], first: str, others) -> bool:
+def leads(
+  found: Mapping[str, Sequence[float]], first: str, others: Iterable[str]
+) -> bool:
   """Whether one ends above others by more than the difference's interval."""
-  found = [drawing.difference(final[first], final[o]) for o in others]
-  return all(mean > np.nan_to_num(half) for mean, half in found)
+  gains = [drawing.difference(found[first], found[o]) for o in others]
+  return all(mean > np.nan_to_num(half) for mean, half in gains)
 
 
 def _seen(rows: Sequence[Row], figure: str) -> str:
   return "; ".join(
-    f"{setting}: {_said(_final(rows, setting))}"
+    f"{setting}: {said(_final(rows, setting))}"
     for setting in _present(rows, figure)
   )
 
@@ -186,11 +189,11 @@ def _rounding(rows: Sequence[Row]) -> Verdict:
   mild, severe = finals[0], finals[-1]
   others = [name for name in severe if name != "SC"]
   level = np.mean(mild["PG"]) > 0.9 * np.mean(mild["SC"])
-  behind = all(_leads(final, "SC", ["PG"]) for final in finals[1:])
+  behind = all(leads(final, "SC", ["PG"]) for final in finals[1:])
   seen = _seen(rows, "Fig. 1")
-  if level and behind and _leads(severe, "SC", others):
+  if level and behind and leads(severe, "SC", others):
     return Verdict(outcome="passed", seen=seen)
-  weaker = _leads(severe, "SC", ["PG"])
+  weaker = leads(severe, "SC", ["PG"])
   return Verdict(outcome="weaker" if weaker else "not_seen", seen=seen)
 
 
@@ -203,9 +206,9 @@ def _noise(rows: Sequence[Row]) -> Verdict:
   others = [name for name in final if name not in CENTERED]
   seen = _seen(rows, "Fig. 3")
   centered = [name for name in CENTERED if name in final]
-  if falls and all(_leads(final, name, others) for name in centered):
+  if falls and all(leads(final, name, others) for name in centered):
     return Verdict(outcome="passed", seen=seen)
-  weaker = falls and all(_leads(final, name, ["PG"]) for name in centered)
+  weaker = falls and all(leads(final, name, ["PG"]) for name in centered)
   return Verdict(outcome="weaker" if weaker else "not_seen", seen=seen)
 
 
@@ -214,7 +217,7 @@ def _rounded_and_old(rows: Sequence[Row]) -> Verdict:
   rounded, old = _of("Fig. 4")
   by_rounding, by_age = _final(rows, rounded), _final(rows, old)
   ahead = not any(
-    _leads(by_rounding, name, ["SC"]) for name in by_rounding if name != "SC"
+    leads(by_rounding, name, ["SC"]) for name in by_rounding if name != "SC"
   )
   composed = all(
     np.mean(by_age[name]) > np.mean(by_age["SC"])
@@ -223,7 +226,7 @@ def _rounded_and_old(rows: Sequence[Row]) -> Verdict:
   )
   kept = _kept(rows, old, "SC")
   clips = [name for name in ("PPO", "DAPO") if name in by_rounding]
-  clipped = _leads(by_rounding, "SC", clips)
+  clipped = leads(by_rounding, "SC", clips)
   seen = f"SC keeps {kept:.0%} of its highest when old; {_seen(rows, 'Fig. 4')}"
   if ahead and clipped and composed and kept > 0.9:
     return Verdict(outcome="passed", seen=seen)

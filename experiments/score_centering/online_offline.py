@@ -22,7 +22,6 @@ import numpy as np
 
 from experiments import training
 from experiments.score_centering import coin, methods, settings
-from rl_tpu import algorithms
 from rl_tpu.figures import Cell, Claim, Row, Verdict, drawing
 from rl_tpu.models import quantization
 
@@ -71,10 +70,8 @@ def _coin(form: str, seed: int, scale: str) -> list[Row]:
   """Means over every sixteenth of a run."""
   steps = 2 * PARTS if scale == "smoke" else COIN_STEPS
   shaping, baseline = FORMS[form]
-  name, fields = methods.loss("PG", baseline=baseline)
-  module = algorithms.get(name)
   return coin.rows_of(
-    (module, module.Config(**fields)),
+    methods.loss("PG", baseline=baseline),
     quantization.Config(weight_noise=COIN_NOISE),
     [seed],
     steps,

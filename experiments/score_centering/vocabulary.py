@@ -13,10 +13,7 @@ been run.
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from experiments.score_centering import coin, grids, methods
-from rl_tpu import algorithms
 from rl_tpu.figures import Cell, Claim, Row, Verdict, drawing
 from rl_tpu.models import quantization
 
@@ -36,10 +33,8 @@ def cells(scale: str) -> list[Cell]:
 def measure(cell: Cell, scale: str) -> list[Row]:
   """Means over every sixteenth of the run, by seed."""
   smoke = scale == "smoke"
-  name, fields = methods.loss(str(cell["method"]), top_k=0)
-  module = algorithms.get(name)
   return coin.rows_of(
-    (module, module.Config(**fields)),
+    methods.loss(str(cell["method"]), top_k=0),
     quantization.Config(weight_noise=NOISE),
     range(1 if smoke else grids.SEEDS),
     2 * grids.PARTS if smoke else grids.STEPS,
@@ -48,32 +43,19 @@ def measure(cell: Cell, scale: str) -> list[Row]:
   )
 
 
-def _final(rows: Sequence[Row], size: int) -> dict[str, list[float]]:
-  """Reward at the end by method, in order of seeds."""
-  last = drawing.where(rows, batch=max(row["batch"] for row in rows))
-  own = drawing.where(last, vocabulary=size)
-  names = dict.fromkeys(str(row["method"]) for row in own)
-  return {name: drawing.values(own, "reward", method=name) for name in names}
-
-
 def _alone(rows: Sequence[Row]) -> Verdict:
   """How far Score Centering leads with each vocabulary."""
-  leads, texts = {}, []
-  for size in SIZES:
-    final = _final(rows, size)
-    means = {name: float(np.mean(values)) for name, values in final.items()}
-    leads[size] = [
-      drawing.difference(final["SC"], final[name])
-      for name in final
-      if name != "SC"
-    ]
-    ordered = sorted(means.items(), key=lambda one: -one[1])
-    said = ", ".join(f"{name} {mean:.2f}" for name, mean in ordered)
-    texts.append(f"{size} tokens: {said}")
-  small, large = (min(mean for mean, _ in leads[size]) for size in SIZES)
-  alone = all(mean > np.nan_to_num(half) for mean, half in leads[SIZES[-1]])
-  seen = "; ".join(texts)
-  if alone and large > small:
+  finals = [grids.final(drawing.where(rows, vocabulary=size)) for size in SIZES]
+  others = [name for name in finals[0] if name != "SC"]
+  small, large = (
+    min(drawing.difference(final["SC"], final[name])[0] for name in others)
+    for final in finals
+  )
+  seen = "; ".join(
+    f"{size} tokens: {grids.said(final)}"
+    for size, final in zip(SIZES, finals, strict=True)
+  )
+  if large > small and grids.leads(finals[-1], "SC", others):
     return Verdict(outcome="passed", seen=seen)
   return Verdict(outcome="weaker" if large > small else "not_seen", seen=seen)
 

@@ -1,14 +1,12 @@
 """python -m rl_tpu report RUN [RUN2]: the page of one run, or of two."""
 
 import argparse
-import pathlib
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-from rl_tpu import metrics
 from rl_tpu.config import ConfigError
-from rl_tpu.report import figure, health, live, page
+from rl_tpu.report import figure, live, page
 
 
 def run(arguments: Sequence[str]) -> dict[str, Any]:
@@ -40,15 +38,15 @@ def run(arguments: Sequence[str]) -> dict[str, Any]:
   try:
     if given.serve is not None:
       _serve(directories, given.serve)
-    written = page.write(directories, given.out)
+    written = page.write(directories, given.out, _tell)
   except FileNotFoundError as error:
     raise ConfigError(str(error)) from error
-  for directory in map(pathlib.Path, directories):
-    config = metrics.read_json(directory / "config.json")
-    for warning in health.warnings(page.rows(directory), config):
-      print(f"{directory}: {warning.rule} {warning.said}", file=sys.stderr)
   figures = [str(figure.plot(d)) for d in directories if page.bars(d)]
   return {**written, "figures": figures}
+
+
+def _tell(line: str) -> None:
+  print(line, file=sys.stderr)
 
 
 def _serve(directories: Sequence[str], port: int) -> None:

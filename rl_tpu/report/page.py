@@ -11,7 +11,7 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rl_tpu import metrics
@@ -28,12 +28,14 @@ _HERE = pathlib.Path(__file__).parent
 def write(
   directories: Sequence[str | os.PathLike],
   path: str | os.PathLike | None = None,
+  tell: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
   """Writes the page of these runs, and each run's trace.json beside it.
 
   Args:
     directories: one or two runs.
     path: where; DIRECTORY/report.html of the first if None.
+    tell: takes a line for each warning.
 
   Returns:
     `report` and `traces` (paths), `warnings` (how many).
@@ -42,6 +44,9 @@ def write(
     FileNotFoundError: a directory holds no run.
   """
   runs = [read(directory) for directory in directories]
+  for directory, run in zip(directories, runs, strict=True):
+    for warning in run["warnings"]:
+      tell(f"{directory}: {warning['rule']} {warning['said']}")
   target = pathlib.Path(path or pathlib.Path(directories[0]) / "report.html")
   metrics.write_text(target, page(runs, live=False))
   traces = [

@@ -28,6 +28,8 @@ from rl_tpu.models import transformer
 from rl_tpu.types import Batch, Trajectory
 
 MODEL, LENGTH, TRAJECTORIES, TIMED = "1m", 512, 64, 5
+SMOKE = 16
+"""Trajectories at that scale."""
 CHUNK = 128
 """Positions whose logits live at once."""
 SIZE = (8.0, 3.2)
@@ -39,12 +41,12 @@ def cells(scale: str) -> list[Cell]:
   return [{"method": method} for method in methods.METHODS]
 
 
-def trajectories(vocabulary: int) -> list[Trajectory]:
+def trajectories(count: int, vocabulary: int) -> list[Trajectory]:
   """Random ones, whose sampler's heads hold the token taken."""
   rng = np.random.default_rng(0)
   shape = (-1, methods.TOP_K)
   made = []
-  for index in range(TRAJECTORIES):
+  for index in range(count):
     length = int(rng.integers(64, 256))
     mask = np.arange(length) >= 16
     head = rng.permuted(
@@ -76,6 +78,7 @@ def made(method: str, scale: str) -> tuple[learners.Learner, Batch]:
     transformer.sized("tiny" if scale == "smoke" else MODEL)
   )
   choice = methods.choice(method)
+  count = SMOKE if scale == "smoke" else TRAJECTORIES
   learner = learners.Learner(
     policy,
     algorithms.get(choice.name),
@@ -90,7 +93,7 @@ def made(method: str, scale: str) -> tuple[learners.Learner, Batch]:
     sharding.make_mesh(sharding.MeshShape(), jax.devices()[:1]),
   )
   batch = packing.pack(
-    trajectories(policy.config.vocab_size),
+    trajectories(count, policy.config.vocab_size),
     row_length=LENGTH,
     version=1,
     rows_multiple=learner.config.rows_multiple,

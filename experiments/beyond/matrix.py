@@ -33,12 +33,12 @@ SIZE = (9.0, 3.4)
 
 
 def cells(scale: str) -> list[Cell]:
-  """Methods by conditions by seeds."""
-  seeds = (0,) if scale == "smoke" else (0, 1, 2)
+  """Methods by conditions by seeds; at scale smoke, only the hardest."""
+  smoke = scale == "smoke"
   return [
     {"method": method, "condition": condition, "seed": seed}
-    for seed in seeds
-    for condition in CONDITIONS
+    for seed in ((0,) if smoke else (0, 1, 2))
+    for condition in (["both"] if smoke else CONDITIONS)
     for method in methods.METHODS
   ]
 
@@ -53,6 +53,12 @@ def measure(cell: Cell, scale: str) -> list[Row]:
   )
   config.batches = min(config.batches, BATCHES)
   return training.rows_of(config, COLUMNS, settings.EVERY)
+
+
+def _measured(rows: Sequence[Row]) -> list[str]:
+  """The conditions that rows have."""
+  found = {row["condition"] for row in rows}
+  return [name for name in CONDITIONS if name in found]
 
 
 def _accuracy(rows: Sequence[Row], method: str, condition: str) -> list[float]:
@@ -88,7 +94,7 @@ def _above(
 
 def _corrections(rows: Sequence[Row]) -> Verdict:
   """Each paper's method is above GRPO where data is stale."""
-  conditions = ("stale", "both")
+  conditions = [name for name in _measured(rows) if name != "quantized"]
   found = [
     _above(rows, method, "GRPO", condition)
     for condition in conditions
@@ -106,10 +112,10 @@ def _compositions(rows: Sequence[Row]) -> Verdict:
   found = [
     _above(rows, method, parent, condition)
     for method, parent in methods.PARENTS.items()
-    for condition in CONDITIONS
+    for condition in _measured(rows)
   ]
   names = [n for pair in methods.PARENTS.items() for n in reversed(pair)]
-  seen = _said(rows, names, CONDITIONS)
+  seen = _said(rows, names, _measured(rows))
   if any(-mean > half for mean, half in found):
     return Verdict(outcome="not_seen", seen=seen)
   gives = any(mean > half for mean, half in found)
@@ -142,7 +148,7 @@ def draw(rows: Sequence[Row], figure) -> None:
   width = 0.8 / len(methods.METHODS)
   for index, method in enumerate(methods.METHODS):
     color = drawing.COLORS[index]
-    for place, condition in enumerate(CONDITIONS):
+    for place, condition in enumerate(_measured(rows)):
       found = _accuracy(rows, method, condition)
       at = place + (index - (len(methods.METHODS) - 1) / 2) * width
       label = method if place == 0 else None
@@ -153,8 +159,9 @@ def draw(rows: Sequence[Row], figure) -> None:
         [at] * len(found), found, "o", color="black", markersize=2.5, zorder=3
       )
   names = [
-    f"{name}\n({fields['lag']} versions, weights {fields['weights']})"
-    for name, fields in CONDITIONS.items()
+    f"{name}\n({CONDITIONS[name]['lag']} versions, "
+    f"weights {CONDITIONS[name]['weights']})"
+    for name in _measured(rows)
   ]
   axes.set_xticks(range(len(names)), names)
   axes.set(

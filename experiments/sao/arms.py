@@ -30,10 +30,10 @@ COLUMNS = (
 
 
 def cells(scale: str) -> list[Cell]:
-  """Methods by lags by seeds."""
+  """Methods by lags by seeds; at scale smoke, only the long lag."""
   return [
     {"method": cell["method"], "lag": lag, "seed": cell["seed"]}
-    for lag in LAGS
+    for lag in (LAGS[-1:] if scale == "smoke" else LAGS)
     for cell in comparing.cells("method", METHODS, scale)
   ]
 
@@ -45,11 +45,17 @@ def measure(cell: Cell, scale: str) -> list[Row]:
   return training.rows_of(config, COLUMNS, max(config.batches // 12, 1))
 
 
+def _lags(rows: Sequence[Row]) -> list[int]:
+  """Those measured."""
+  found = {row["lag"] for row in rows}
+  return [lag for lag in LAGS if lag in found]
+
+
 def _table(rows: Sequence[Row]) -> Verdict:
   """SAO level with GRPO+DIS or above; both above GRPO."""
   by_lag = {
     lag: comparing.late(drawing.where(rows, lag=lag), "method", METHODS)
-    for lag in LAGS
+    for lag in _lags(rows)
   }
   late = by_lag[LAGS[-1]]
   seen = "; ".join(
@@ -67,7 +73,7 @@ def _table(rows: Sequence[Row]) -> Verdict:
 
 def _collapse(rows: Sequence[Row]) -> Verdict:
   """How far reward fell from its peak."""
-  by_lag = {lag: _falls(drawing.where(rows, lag=lag)) for lag in LAGS}
+  by_lag = {lag: _falls(drawing.where(rows, lag=lag)) for lag in _lags(rows)}
   falls = by_lag[LAGS[-1]]
   seen = "reward lost from its peak: " + "; ".join(
     f"{lag} versions: "
@@ -116,6 +122,8 @@ ARTEFACTS = {
 
 def draw(rows: Sequence[Row], figure) -> None:
   """Reward of training and held-out accuracy over batches, by lag."""
-  for part, lag in zip(figure.subfigures(2, 1), LAGS, strict=True):
+  lags = _lags(rows)
+  parts = figure.subfigures(len(lags), 1, squeeze=False).flat
+  for part, lag in zip(parts, lags, strict=True):
     part.suptitle(f"{lag} versions stale", fontsize=9)
     comparing.draw(drawing.where(rows, lag=lag), part, "method", METHODS)

@@ -70,24 +70,31 @@ def run(arguments: Sequence[str]) -> dict[str, Any]:
     for study in found:
       measuring.again(study, asked.scale, asked.again)
     return {"again": [study.name for study in found]}
-  artefacts: dict[str, list[str]] = {"passed": [], "weaker": [], "not_seen": []}
-  unfinished = []
-  for study in found:
-    if not asked.draw_only:
-      measuring.fill(study, asked.scale, asked.jobs, _note)
-    judged = table.judge(study, asked.scale)
-    if judged is None:
-      unfinished.append(study.name)
-      continue
-    rows, verdicts = judged
-    drawing.draw(study, asked.scale, rows)
-    for name, verdict in verdicts.items():
-      _note(f"{study.name}, {name}: {verdict.outcome}: {verdict.seen}")
-      artefacts[verdict.outcome].append(f"{study.folder} {name}")
+  done = found
+  if not asked.draw_only:
+    done = measuring.fill(found, asked.scale, asked.jobs, _note)
+  verdicts = {study: _judge(study, asked.scale) for study in done}
   if asked.scale == "cpu":
     table.write(root / "README.md", studies.find(root))
+  artefacts: dict[str, list[str]] = {"passed": [], "weaker": [], "not_seen": []}
+  for study in found:
+    for name, verdict in (verdicts[study] or {}).items():
+      artefacts[verdict.outcome].append(f"{study.folder} {name}")
   counts = {outcome: len(names) for outcome, names in artefacts.items()}
+  unfinished = [study.name for study in found if verdicts[study] is None]
   return {"artefacts": artefacts, **counts, "unfinished": unfinished}
+
+
+def _judge(study: studies.Study, scale: studies.Scale) -> table.Verdicts | None:
+  """Judges a study and draws its picture; None where cells are missing."""
+  judged = table.judge(study, scale)
+  if judged is None:
+    return None
+  rows, verdicts = judged
+  drawing.draw(study, scale, rows)
+  for name, verdict in verdicts.items():
+    _note(f"{study.name}, {name}: {verdict.outcome}: {verdict.seen}")
+  return verdicts
 
 
 def _note(line: str) -> None:

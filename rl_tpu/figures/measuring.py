@@ -1,17 +1,18 @@
-"""Fills a study's file, cell by cell, several processes beside each other.
+"""Fills studies' files, cell by cell, several processes beside each other.
 
 A cell that the file holds is not measured again, so the same command goes on
 after a stop. Each process has cores of its own: two small models train faster
 on one core each than on two together. Time is linear in the missing cells.
 """
 
+import collections
 import concurrent.futures
 import itertools
 import multiprocessing
 import os
 import pathlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 
@@ -22,30 +23,57 @@ from rl_tpu.figures.study import Cell, Row, Scale, Study
 Note = Callable[[str], None]
 
 
-def fill(study: Study, scale: Scale, jobs: int, note: Note) -> None:
-  """Measures the cells that the study's file lacks.
+def fill(
+  found: Sequence[Study], scale: Scale, jobs: int, note: Note
+) -> Iterator[Study]:
+  """Measures the cells that files lack, one study's after another's.
+
+  A process that is done with the last cell of a study goes on with the next
+  study's, so that none waits and each starts once. The first cell of every
+  study comes before all others: faults show early, and what it compiles is
+  there for the rest.
 
   Args:
-    study: whose file grows by the rows of a cell at a time.
+    found: studies whose files grow by the rows of a cell at a time.
     scale: of the cells.
     jobs: processes that measure beside each other, >= 1.
     note: takes a line whenever a cell is done, with the time left.
 
+  Yields:
+    Each study as soon as its file has all cells.
+
   Raises:
-    Exception: a cell failed: its error. Those done before it are in the file.
+    Exception: a cell failed: its error. Those done before it are in the files.
   """
-  path = study.csv(scale)
-  cells = study.cells(scale)
-  held = studies.by_cell(cells, studies.read(path))
-  missing = [cell for cell in cells if not held[studies.key(cell)]]
+  held = {
+    s: studies.by_cell(s.cells(scale), studies.read(s.csv(scale)))
+    for s in found
+  }
+  missing = [
+    (study, cell)
+    for study in found
+    for cell in study.cells(scale)
+    if not held[study][studies.key(cell)]
+  ]
+  firsts = {study: cell for study, cell in reversed(missing)}
+  missing.sort(key=lambda one: firsts[one[0]] is not one[1])
+  left = collections.Counter(study for study, _ in missing)
+  yield from (study for study in found if not left[study])
   began = time.monotonic()
-  for done, (cell, new) in enumerate(_each(study, missing, scale, jobs), 1):
-    held[studies.key(cell)] = new
-    studies.write(path, itertools.chain.from_iterable(held.values()))
-    spent = time.monotonic() - began
-    left = spent / done * (len(missing) - done)
+  for done, (study, cell, new) in enumerate(_each(missing, scale, jobs), 1):
+    rows = held[study]
+    rows[studies.key(cell)] = new
+    studies.write(
+      study.csv(scale), itertools.chain.from_iterable(rows.values())
+    )
+    left[study] -= 1
+    seconds = (time.monotonic() - began) / done * (len(missing) - done)
     words = ", ".join(f"{n} {v}" for n, v in cell.items())
-    note(f"{study.name}: {done} of {len(missing)} ({words}), {left:.0f} s left")
+    note(
+      f"{study.name} ({words}): {done} of {len(missing)}, {seconds:.0f} s left"
+    )
+    if not left[study]:
+      yield study
 
 
 def again(study: Study, scale: Scale, index: int) -> None:
@@ -73,9 +101,11 @@ def again(study: Study, scale: Scale, index: int) -> None:
       )
 
 
-def _each(study: Study, cells: Sequence[Cell], scale: Scale, jobs: int):
-  """Pairs of cell and rows, in the order in which they are done."""
-  if not cells:
+def _each(
+  missing: Sequence[tuple[Study, Cell]], scale: Scale, jobs: int
+) -> Iterator[tuple[Study, Cell, list[Row]]]:
+  """Studies, cells and their rows, in the order in which they are done."""
+  if not missing:
     return
   context = multiprocessing.get_context("spawn")
   dealt = context.Queue()
@@ -85,12 +115,12 @@ def _each(study: Study, cells: Sequence[Cell], scale: Scale, jobs: int):
     jobs, context, _prepare, (dealt,)
   ) as pool:
     waiting = {
-      pool.submit(measure, study.name, study.root, cell, scale): cell
-      for cell in cells
+      pool.submit(measure, study.name, study.root, cell, scale): (study, cell)
+      for study, cell in missing
     }
     try:
       for future in concurrent.futures.as_completed(waiting):
-        yield waiting[future], future.result()
+        yield *waiting[future], future.result()
     finally:
       pool.shutdown(wait=True, cancel_futures=True)
 

@@ -6,12 +6,40 @@ from collections.abc import Sequence
 import numpy as np
 
 from rl_tpu.figures import Cell, Row, Verdict, drawing
+from rl_tpu.models import quantization
 
 
 def cells(column: str, arms: Sequence[str], scale: str) -> list[Cell]:
   """Arms by three seeds, or by one at scale smoke."""
   seeds = (0,) if scale == "smoke" else (0, 1, 2)
   return [{column: arm, "seed": seed} for arm in arms for seed in seeds]
+
+
+Setting = tuple[int, quantization.Grid]
+"""Versions stale, and the grid of the generator's weights."""
+
+
+def cells_of(
+  settings: Sequence[Setting], column: str, arms: Sequence[str], scale: str
+) -> list[Cell]:
+  """Arms under each setting; at scale smoke under the last, which is judged."""
+  return [
+    {"lag": lag, "weights": grid} | cell
+    for lag, grid in (settings[-1:] if scale == "smoke" else settings)
+    for cell in cells(column, arms, scale)
+  ]
+
+
+def by_setting(
+  rows: Sequence[Row], settings: Sequence[Setting]
+) -> dict[str, list[Row]]:
+  """The rows of each setting that was measured, by its words, in order."""
+  found = {}
+  for lag, grid in settings:
+    words = f"{lag} versions" + (f", {grid}" if grid != "none" else "")
+    if own := drawing.where(rows, lag=lag, weights=grid):
+      found[words] = own
+  return found
 
 
 def late(
@@ -97,6 +125,21 @@ def draw(rows: Sequence[Row], figure, column: str, arms: Sequence[str]) -> None:
   panels[1].set(xlabel="batch", ylabel="held-out accuracy", ylim=(0, 1))
   panels[2].set(xlabel="batch", ylabel=f"the same less that of {arms[0]}")
   panels[0].legend(fontsize=7)
+
+
+def draw_settings(
+  rows: Sequence[Row],
+  figure,
+  settings: Sequence[Setting],
+  column: str,
+  arms: Sequence[str],
+) -> None:
+  """As `draw`, a row of panels for each setting."""
+  found = by_setting(rows, settings)
+  parts = figure.subfigures(len(found), 1, squeeze=False).flat
+  for part, (words, own) in zip(parts, found.items(), strict=True):
+    part.suptitle(words, fontsize=9)
+    draw(own, part, column, arms)
 
 
 def _gains(rows: Sequence[Row], first: Sequence[Row]) -> list[Row]:

@@ -19,6 +19,7 @@ import ml_collections
 
 from experiments import training
 from experiments.agents import tool_arithmetic
+from rl_tpu.models import quantization
 
 GROUP = 8
 """Members of GRPO's groups, the paper's: 16 prompts of 8 in place of 128."""
@@ -29,14 +30,27 @@ LAG, RATE = 4, 4e-4
 
 
 def half_taught(
-  seed: int, scale: str, batches: int = 120, lag: int = LAG
+  seed: int,
+  scale: str,
+  batches: int = 120,
+  lag: int = LAG,
+  weights: quantization.Grid = "none",
 ) -> ml_collections.ConfigDict:
-  """SAO on the half-taught task; 2 small batches at scale smoke."""
+  """SAO on the half-taught task; 2 small batches at scale smoke.
+
+  Args:
+    seed: of the run.
+    scale: smoke or cpu; paper is cpu's.
+    batches: of the run.
+    lag: versions that every token is stale.
+    weights: grid of the generator's weights.
+  """
   config = tool_task(seed, lag, scale)
   config.task.digits = 3
   config.sampling.max_tokens = 9
   config.engine.context_length = 48
   config.engine.prefill_buckets = (12, 24, 48)
+  config.engine.mismatch.weights = weights
   config.learner.learning_rate = RATE
   if scale != "smoke":
     config.batches = batches

@@ -141,7 +141,7 @@ def keep_compiled() -> None:
   cache = pathlib.Path("runs/cache/compiled").absolute()
   cache.mkdir(parents=True, exist_ok=True)
   jax.config.update("jax_compilation_cache_dir", str(cache))
-  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 
 def measure(

@@ -14,8 +14,8 @@ import here  # noqa: F401  The repository's folder becomes the working directory
 import matplotlib.pyplot as plt
 
 from experiments import quickstart, training
-from rl_tpu import metrics
-from rl_tpu.report import goodput, health, page
+from rl_tpu import health, metrics
+from rl_tpu.report import goodput, page
 
 # %%
 directory = tempfile.mkdtemp(prefix="report-")

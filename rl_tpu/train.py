@@ -22,6 +22,7 @@ import numpy as np
 
 from rl_tpu import (
   checkpoint,
+  health,
   metrics,
   monitoring,
   ownership,
@@ -114,6 +115,8 @@ def run(config: parts.Config, view: View) -> dict[str, Any]:
     if not this.evaluated():
       this.log_evaluation()
     summary = this.summary()
+    for warning in health.warnings(this.log.rows, to_json(config)):
+      view.note(f"warning: {warning.rule} {warning.said}")
   metrics.write_json(config.run_directory / "summary.json", summary)
   return summary
 

@@ -116,6 +116,16 @@ def synchronous(base):
   return config, figures, weights_of(config)
 
 
+def test_a_run_ends_with_the_rules_of_health_that_it_broke(base):
+  told = io.StringIO()
+  view = View(0, rich.console.Console(file=told, width=1000))
+  config = tiny_run.get_config(
+    fresh(base), schedule="async", max_staleness=9, batches=1
+  )
+  train.run(config, view)
+  assert "warning: max_staleness 9 at worst: is beyond" in told.getvalue()
+
+
 def test_sync_trains_each_prompt_once_at_staleness_zero(synchronous):
   config, figures, _ = synchronous
   assert_each_prompt_once(config)

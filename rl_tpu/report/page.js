@@ -261,6 +261,12 @@ function charts() {
   const grid = el("div", { class: "grid" });
   main.append(grid);
   for (const [title, names] of CHARTS) lineChart(grid, title, names);
+  for (const name of ofTask())
+    lineChart(grid, "Task: " + name.slice(4).replaceAll("_", " "), [name]);
+}
+function ofTask() {
+  return [...new Set(runs.flatMap((run) => Object.keys(run.series)))]
+    .filter((name) => name.startsWith("env_")).sort();
 }
 function staleness() {
   section("Staleness and versions", "staleness");
@@ -548,7 +554,8 @@ function tableOf(title, get) {
 }
 function everything() {
   section("Everything else", "rest");
-  const listed = new Set(CHARTS.flatMap(([, names]) => names));
+  const listed = new Set(CHARTS.flatMap(([, names]) => names)
+    .concat(ofTask()));
   const names = [...new Set(runs.flatMap((run) => Object.keys(run.series)))]
     .filter((name) => !listed.has(name)).sort();
   const grid = el("div", { class: "grid" });

@@ -14,8 +14,8 @@ import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rl_tpu import metrics
-from rl_tpu.report import goodput, health, series, trace
+from rl_tpu import health, metrics
+from rl_tpu.report import goodput, series, trace
 from rl_tpu.report.goodput import Bar
 
 BARS = 8_000

@@ -9,7 +9,7 @@ import re
 import pages
 import pytest
 
-from rl_tpu.report import health
+from rl_tpu import health
 
 ROOT = pages.ROOT
 

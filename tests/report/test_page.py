@@ -6,8 +6,11 @@ import aiohttp
 import browser
 import pytest
 
-from rl_tpu import metrics
-from rl_tpu.report import command, goodput, health, live, page, series, trace
+from rl_tpu import health, metrics
+from rl_tpu.config import to_json
+from rl_tpu.generation import engine
+from rl_tpu.models import quantization
+from rl_tpu.report import command, goodput, live, page, series, trace
 
 needs_browser = pytest.mark.skipif(
   browser.BROWSER is None, reason="no Chromium here (apt-get install chromium)"
@@ -126,6 +129,11 @@ def test_goodput_counts_seconds_that_a_crash_lost(tmp_path):
       "behavior_proximal_kl",
     ),
     (
+      {"staleness_max": 0.0, "behavior_proximal_kl": 0.02},
+      {"engine": to_json(engine.Config())},
+      "behavior_proximal_kl",
+    ),
+    (
       {"ratio": 1.01},
       {"learner": {"minibatches": 1}, "algorithm": {"proximal": "recompute"}},
       "ratio",
@@ -138,6 +146,15 @@ def test_a_broken_health_rule_is_named(row, config, rule):
   (warning,) = health.warnings(rows, usual | config)
   assert warning.rule == rule
   assert health.warnings(rows[:1], usual) == []
+
+
+@pytest.mark.parametrize("field", [{"weights": "int4"}, {"weight_noise": 0.1}])
+def test_a_mismatch_that_was_asked_for_is_no_warning(field):
+  mismatch = quantization.Config(**field)
+  asked = {"engine": to_json(engine.Config(mismatch=mismatch))}
+  rows = [{"batch": 1, "staleness_max": 0.0, "behavior_proximal_kl": 0.02}]
+  usual = {"schedule": "async", "max_staleness": 8}
+  assert health.warnings(rows, usual | asked) == []
 
 
 def test_a_warning_is_a_sentence():
@@ -206,7 +223,7 @@ def test_the_command_names_what_it_wrote(tmp_path, capsys):
 
 @needs_browser
 def test_a_browser_reads_the_page_by_keyboard_without_complaint(tmp_path):
-  run = make_run(tmp_path / "run", truncated=0.5)
+  run = make_run(tmp_path / "run", truncated=0.5, env_tool_calls=2.0)
   page.write([run])
 
   async def look():
@@ -215,6 +232,7 @@ def test_a_browser_reads_the_page_by_keyboard_without_complaint(tmp_path):
       body = await tab.value("document.body.innerText")
       assert "50% of trajectories end without a stop token" in body
       assert "versions 4, 5" in body
+      assert "Task: tool calls" in body
       spent = (
         "[...document.querySelectorAll('.plain tr')].map(r => r.innerText)"
       )

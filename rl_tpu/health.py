@@ -177,7 +177,8 @@ def _of_engines(
 ) -> list[Warning]:
   """At staleness 0 behavior and proximal are the same weights."""
   mismatch = _of(config, "engine", "mismatch") or {}
-  if mismatch.get("weights") or mismatch.get("kv"):
+  grids = {mismatch.get(name, "none") for name in ("weights", "kv")}
+  if grids != {"none"} or mismatch.get("weight_noise"):
     return []
   fresh = [row for row in rows if row.get("staleness_max") == 0.0]
   text = (

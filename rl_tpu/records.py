@@ -7,6 +7,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 
+_SHOWN = 100
+"""Characters of a row that an error shows, so that it can be found."""
+
+
 def read(path: str) -> Iterator[Mapping[str, Any]]:
   """Yields the rows of a .jsonl file, or of every split of a TFDS folder.
 
@@ -41,8 +45,10 @@ def field(row: Mapping[str, Any], name: str, path: str) -> str:
   try:
     value = row[name]
   except KeyError as error:
+    shown = f"{dict(row)}"
+    shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
     raise ValueError(
-      f"{path}: a row has no field {name!r}; it has {sorted(row)}"
+      f"{path}: a row has no field {name!r}; it has {sorted(row)}: {shown}"
     ) from error
   return value.decode("utf-8") if isinstance(value, bytes) else str(value)
 

@@ -188,7 +188,11 @@ def _sample(
   coin = jax.random.bernoulli(coins, 0.5, (rows,)).astype(int)
   states = 2 * asked + coin
   every = logp(sampler, states, cache)
-  taken = jax.random.categorical(tokens, every[:, None], shape=(rows, TOKENS))
+  # The tokens whose cumulated probability is below a uniform number: a number
+  # for each draw, where `jax.random.categorical` draws one for each token.
+  cumulated = jnp.cumsum(jnp.exp(every), axis=-1)[:, None, :-1]
+  drawn = jax.random.uniform(tokens, (rows, TOKENS, 1))
+  taken = (drawn > cumulated).sum(-1)
   share = jnp.take_along_axis(right[asked], taken, -1).mean(-1)
   reward = share.sum(where=coin == 1) / jnp.maximum(coin.sum(), 1)
   return _batch(taken, every, coin * share), states, reward

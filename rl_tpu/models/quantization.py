@@ -7,12 +7,13 @@ machine shows the mismatch of one that has the narrow format.
 
   snapped = scale * nearest(x / scale),    scale = max|x| / largest
 
-`nearest` rounds to {-127..127}, {-7..7} or the finite numbers of float8 e4m3
-(largest 448), ties to even. As in the paper, a weight has one scale for each
-output channel, whose inputs it sums; embedding and head included, norms (and a
-router) left alone. A cache entry has one scale for each token and head, but 1
-in fp8. Relative noise is added before: w + delta, delta = sigma * N(0, 1) *
-w_0, drawn once from the starting weights w_0 and the same for every version.
+`nearest` rounds to {-127..127}, {-7..7}, {-3..3}, {-1, 0, 1} or the finite
+numbers of float8 e4m3 (largest 448), ties to even. As in the paper, a weight
+has one scale for each output channel, whose inputs it sums; embedding and head
+included, norms (and a router) left alone. A cache entry has one scale for each
+token and head, but 1 in fp8. Relative noise is added before: w + delta, delta =
+sigma * N(0, 1) * w_0, drawn once from the starting weights w_0 and the same for
+every version.
 
 An engine (`generation.engine`) holds weights and cache so; the learner does
 not, and neither does what evaluates a run. A token attends to its own entry as
@@ -44,8 +45,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-Grid = Literal["none", "int8", "int4", "fp8"]
-_LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
+Grid = Literal["none", "int8", "int4", "int3", "int2", "fp8"]
+_LARGEST = {"int8": 127.0, "int4": 7.0, "int3": 3.0, "int2": 1.0, "fp8": 448.0}
 _GRIDS = ("none", *_LARGEST)
 
 _INPUTS = {
@@ -70,12 +71,13 @@ class Config:
   """How a generator differs from the learner at equal version."""
 
   weights: Grid = "none"
-  """Grid of the weights: none, int8, int4 or fp8 (e4m3)."""
+  """Grid of the weights: none, int8, int4, int3, int2 (-1, 0 and 1 times the
+  largest of its channel) or fp8 (e4m3)."""
   group_size: int = 0
   """Inputs that share a scale, >= 0, dividing every weight's inputs; 0 is a
   whole output channel (Score Centering). 32 to 128 is usual for int4."""
   kv: Grid = "none"
-  """Grid of cached keys and values: none, int8, int4 or fp8."""
+  """Grid of cached keys and values: as of the weights."""
   weight_noise: float = 0.0
   """Standard deviation of the noise of every weight, norms included, relative
   to its starting value, >= 0 (Score Centering: 0.001 to 0.05); 0 is none."""

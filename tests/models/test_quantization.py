@@ -22,8 +22,8 @@ SMALL = transformer.Config(
 )
 snap_jitted = jax.jit(snap_weights, static_argnums=1)
 draw_jitted = jax.jit(quantization.draw_noise, static_argnums=1)
-GRIDS = ("int8", "int4", "fp8")
-LARGEST = {"int8": 127, "int4": 7, "fp8": 448}
+GRIDS = ("int8", "int4", "int3", "int2", "fp8")
+LARGEST = {"int8": 127, "int4": 7, "int3": 3, "int2": 1, "fp8": 448}
 
 
 @functools.cache
@@ -80,7 +80,7 @@ def rounded(levels, grid):
 def test_each_output_channel_takes_the_nearest_values_of_its_own_grid(grid):
   snapped = dict(channels(snap_jitted(weights(), Config(weights=grid))))
   assert len(snapped) == 9
-  most = {"int8": 255, "int4": 15, "fp8": 253}[grid]
+  most = {"int8": 255, "int4": 15, "int3": 7, "int2": 3, "fp8": 253}[grid]
   for name, clean in channels(weights()):
     scale = np.abs(clean).max(axis=1, keepdims=True) / LARGEST[grid]
     levels = snapped[name] / scale
@@ -304,7 +304,7 @@ def test_the_generator_takes_over_every_nth_version(period, taken):
 @pytest.mark.parametrize(
   ("field", "value"),
   [
-    ("weights", "int2"),
+    ("weights", "int5"),
     ("kv", "bf16"),
     ("group_size", -1),
     ("group_size", 32),  # of weights that are not snapped

@@ -55,7 +55,7 @@ def late(
   """
   half = max(row["batch"] for row in rows) / 2
   second = [row for row in rows if row["batch"] > half]
-  seeds = sorted({row["seed"] for row in rows})
+  seeds = sorted({row["seed"] for row in rows if row[column] in arms})
   found = {}
   for arm in arms:
     own = drawing.where(second, **{column: arm})

@@ -6,7 +6,6 @@ import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-
 _SHOWN = 100
 """Characters of a row that an error shows, so that it can be found."""
 

@@ -158,15 +158,17 @@ def draw(rows: Sequence[Row], figure) -> None:
       axes.plot(
         [at] * len(found), found, "o", color="black", markersize=2.5, zorder=3
       )
-  names = [
-    f"{name}\n({CONDITIONS[name]['lag']} versions, "
-    f"weights {CONDITIONS[name]['weights']})"
-    for name in _measured(rows)
-  ]
+  names = []
+  for name in _measured(rows):
+    lag, grid = CONDITIONS[name]["lag"], CONDITIONS[name]["weights"]
+    whose = "the learner's" if grid == "none" else grid
+    names.append(f"{name}\n({lag} versions, weights: {whose})")
   axes.set_xticks(range(len(names)), names)
   axes.set(
     xlabel="condition",
     ylabel="held-out accuracy,\nmean of the run's evaluations",
     ylim=(0, 1),
   )
-  axes.legend(fontsize=7, ncols=len(methods.METHODS), loc="upper center")
+  figure.legend(
+    fontsize=7, ncols=len(methods.METHODS), loc="outside upper center"
+  )

@@ -1,8 +1,10 @@
 """Every launch command of the pages, with --dry_run; the image's pins."""
 
+import base64
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 
@@ -68,6 +70,20 @@ def test_other_commands_of_the_readme_are_what_tools_take():
     if not line.startswith("python -m launch")
   ]
   assert set(others) == {"podman", "kubectl"}
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
+def test_the_secret_of_the_readme_is_one_that_kubectl_makes():
+  (command,) = (line for line in LINES if line.startswith("kubectl"))
+  done = subprocess.run(
+    ["bash", "-c", f"{command} --dry-run=client --output=json"],
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 0, done.stderr
+  made = json.loads(done.stdout)
+  assert (made["kind"], made["metadata"]["name"]) == ("Secret", "rl-tpu")
+  assert len(base64.b64decode(made["data"]["token"])) == 64
 
 
 def test_the_command_itself_can_be_asked_for_help_and_rehearsed():

@@ -713,6 +713,9 @@ def sampling(config: Config, task: envs.Task) -> Sampling:
 def claim(config: Config) -> dict[str, Any] | None:
   """Checks that the directory is free for this config; writes nothing.
 
+  A run of another config that ended before it logged anything, as one whose
+  reward function raises, leaves it free: the mended one may be started there.
+
   Returns:
     The summary if the run is complete.
 
@@ -721,7 +724,7 @@ def claim(config: Config) -> dict[str, Any] | None:
   """
   directory = config.run_directory
   path = directory / "config.json"
-  if path.exists():
+  if path.exists() and _left_something(directory):
     saved, asked = metrics.read_json(path), to_json(config)
     here = {name: asked[name] for name in _PLACES}
     lines = differences(saved | here, asked)
@@ -732,6 +735,12 @@ def claim(config: Config) -> dict[str, Any] | None:
       )
   summary = directory / "summary.json"
   return metrics.read_json(summary) if summary.exists() else None
+
+
+def _left_something(directory: pathlib.Path) -> bool:
+  """Whether a run's directory has a checkpoint or a row of figures."""
+  saved = any((directory / "checkpoints").glob("[0-9]*"))
+  return saved or bool(metrics.read_csv(directory / "metrics.csv"))
 
 
 def record(config: Config) -> None:

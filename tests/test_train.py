@@ -259,6 +259,23 @@ def test_a_directory_of_another_config_is_refused_by_field(synchronous):
     train.run(other, Quiet())
 
 
+def test_a_directory_where_nothing_was_logged_takes_the_mended_config(
+  base, monkeypatch
+):
+  async def step(self, action, stop_reason):
+    raise OSError("the judge is out")
+
+  config = tiny_run.get_config(fresh(base), batches=1)
+  with monkeypatch.context() as broken:
+    broken.setattr(tiny_run.OddFirst, "step", step)
+    with pytest.raises(Exception, match="the judge is out"):
+      train.run(config, Quiet())
+  mended = dataclasses.replace(config, group_size=2)
+  assert train.run(mended, Quiet())["batches"] == 1
+  saved = metrics.read_json(config.run_directory / "config.json")
+  assert saved["group_size"] == 2
+
+
 @pytest.mark.parametrize("schedule", ["sync", "async"])
 def test_H27_an_environment_that_always_fails_ends_the_run(
   base, schedule, monkeypatch

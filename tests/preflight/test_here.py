@@ -177,6 +177,7 @@ def test_a_directory_of_another_config(config):
   parts.record(
     dataclasses.replace(config, seed=1, directory=str(config.run_directory))
   )
+  (config.run_directory / "metrics.csv").write_text("batch,reward\n1,0.5\n")
   broken = dataclasses.replace(config, directory=str(config.run_directory))
   assert_fails(broken, "paths", "config.seed: the run has 1, asked for 0")
 

@@ -51,6 +51,8 @@ class _Rule:
 
 
 _INF = float("inf")
+_GAP = 0.3
+"""Of training reward and held-out accuracy."""
 _RULES = (
   _Rule(
     "behavior_weight",
@@ -119,7 +121,7 @@ def warnings(rows: Sequence[Row], config: Mapping[str, Any]) -> list[Warning]:
     if rule.applies(config) and (warning := _check(rule, rows)) is not None
   ]
   found += _of_staleness(rows, config) + _of_engines(rows, config)
-  found += _of_collapse(rows)
+  found += _of_collapse(rows) + _of_memory(rows)
   return sorted(found, key=lambda warning: -warning.batches)
 
 
@@ -211,5 +213,37 @@ def _of_collapse(rows: Sequence[Row]) -> list[Warning]:
       first=int(trained[-tenth]["batch"]),
       worst=last,
       text=f"fell to less than half of the best stretch's {best:.3g}",
+    )
+  ]
+
+
+def _of_memory(rows: Sequence[Row]) -> list[Warning]:
+  """The last held-out accuracy against the rewards since the one before it.
+
+  Only where rewards, before any shaping, are from 0 to 1 as accuracies are.
+  """
+  evaluated = [row for row in rows if "heldout_accuracy" in row]
+  rewards = {
+    row["batch"]: row.get("env_unshaped_reward", row["reward"])
+    for row in rows
+    if "reward" in row
+  }
+  if len(evaluated) < 2 or not all(0 <= r <= 1 for r in rewards.values()):
+    return []
+  first, last = (row["batch"] for row in evaluated[-2:])
+  recent = [r for batch, r in rewards.items() if first < batch <= last]
+  heldout = evaluated[-1]["heldout_accuracy"]
+  gap = sum(recent) / max(len(recent), 1) - heldout
+  if gap <= _GAP:
+    return []
+  return [
+    Warning(
+      rule="heldout_accuracy",
+      batches=0,
+      first=0,
+      worst=gap,
+      text="is how far held-out accuracy is below the reward of training (at "
+      f"most {_GAP}): the policy knows the training questions by heart, so "
+      "bring more of them or train less",
     )
   ]

@@ -179,6 +179,30 @@ def test_a_reward_that_collapsed_is_a_warning():
   assert health.warnings(down + up, config) == []
 
 
+@pytest.mark.parametrize(
+  ("reward", "more", "found"),
+  [
+    (0.9, {}, ["heldout_accuracy"]),
+    (0.6, {}, []),
+    (-0.9, {}, []),  # no score from 0 to 1
+    (0.9, {"env_unshaped_reward": 0.5}, []),
+  ],
+)
+def test_training_questions_known_by_heart_are_a_warning(reward, more, found):
+  rows = [
+    {"batch": 0, "heldout_accuracy": 0.1},
+    {"batch": 1, "reward": 0.1},
+    {"batch": 1, "heldout_accuracy": 0.4},
+    {"batch": 2, "reward": reward, **more},
+    {"batch": 3, "reward": reward, **more},
+    {"batch": 3, "heldout_accuracy": 0.4},
+  ]
+  config = {"schedule": "async", "max_staleness": 2}
+  warned = health.warnings(rows, config)
+  assert [warning.rule for warning in warned] == found
+  assert all(w.worst == pytest.approx(0.5) for w in warned)
+
+
 def test_the_trace_has_every_interval_in_microseconds(tmp_path):
   run = make_run(tmp_path)
   path = trace.write(run / "trace.json", page.bars(run), page.rows(run))

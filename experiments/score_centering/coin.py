@@ -35,7 +35,7 @@ PROMPTS, TOKENS, VOCABULARY = 8, 24, 16
 WIDTH = 64
 GROUPS, MEMBERS = 16, 8
 RATE = 0.5
-"""Of SGD."""
+"""Of SGD, unless a study says another."""
 Params = dict[str, Array]
 
 
@@ -83,6 +83,7 @@ def run(
   *,
   bias: float = 0.0,
   vocabulary: int = VOCABULARY,
+  rate: float = RATE,
 ) -> Curve:
   """Trains from scratch; traceable, the seed too.
 
@@ -94,6 +95,7 @@ def run(
     steps: of one batch each.
     bias: added to what each trajectory earns; not in the curve's reward.
     vocabulary: tokens to choose from.
+    rate: of SGD.
   """
   start, noisy, sampling = jax.random.split(jax.random.key(seed), 3)
   begun, right = init(start, vocabulary)
@@ -120,7 +122,7 @@ def run(
 
     gap = jnp.abs(outputs.target_logp - batch.behavior_logp)
     slopes = jax.grad(loss)(params)
-    moved = jax.tree.map(lambda w, g: w - RATE * g, params, slopes)
+    moved = jax.tree.map(lambda w, g: w - rate * g, params, slopes)
     every = logp(moved, jnp.arange(2 * PROMPTS))
     entropy = -(jnp.exp(every) * every).sum(-1).mean()
     mean_gap = gap.sum() / batch.action_mask.sum()

@@ -165,7 +165,9 @@ def draw(rows: Sequence[Row], figure) -> None:
     column = "reward" if sampler == COIN else "heldout_accuracy"
     for form, style in zip(FORMS, ("-", "--", ":"), strict=True):
       own = drawing.where(rows, sampler=sampler, form=form)
-      drawing.curve(axes, own, "batch", column, label=form, ls=style)
+      # The bands of 64 seeds would hide the lines.
+      band = sampler != COIN
+      drawing.curve(axes, own, "batch", column, band=band, label=form, ls=style)
     axes.set_title(sampler, fontsize=9)
     axes.set(xlabel="batch", ylabel=column.replace("_", " "), ylim=(0, 1))
   panels[0].legend(title="reward", fontsize=7)

@@ -24,10 +24,11 @@ int4 for both was tried (TIS and SC ended at 0.76), as were caches of int4 with
 fp8 weights (PG 0.09 ± 0.15 behind SC) and with int8 ones (PPO and DAPO ended at
 0.79). Composed methods learn slowly but do not stop: under noise of 1 TIS+SC
 ended at 0.49, TIS at 0.58 (SC 0.85); with twice the rate at 0.72 and 0.65, with
-four times at 0.90 and 0.77. So Fig. 3 has eight times the rate. That SC led PG,
-TIS and MIS under such grids was known from trials; no rule was changed. So a
-pass here says that the methods do what they are said to where drift is large,
-not how often it is.
+four times at 0.90 and 0.77. So Fig. 3 has eight times the rate, and the largest
+noise 32 seeds: with five TIS ended anywhere from 0.52 to 1.00, and TIS+SC 0.14
+± 0.16 above it. That SC led PG, TIS and MIS under such grids was known from
+trials; no rule was changed. So a pass here says that the methods do what they
+are said to where drift is large, not how often it is.
 """
 
 import dataclasses
@@ -62,6 +63,8 @@ class Setting:
   """The paper's."""
   rate: float = coin.RATE
   """Of SGD on `coin`."""
+  seeds: int = SEEDS
+  """Of runs on `coin`."""
 
 
 def _quantized(weights: str, cache: str, paper: tuple[str, str]) -> Setting:
@@ -70,9 +73,9 @@ def _quantized(weights: str, cache: str, paper: tuple[str, str]) -> Setting:
   return Setting("Fig. 1", here, there, "qwen3-30b-a3b", 800)
 
 
-def _noisy(here: float, paper: float) -> Setting:
+def _noisy(here: float, paper: float, seeds: int = SEEDS) -> Setting:
   noises = {"weight_noise": here}, {"weight_noise": paper}
-  return Setting("Fig. 3", *noises, "qwen3-0.6b", 300, rate=4.0)
+  return Setting("Fig. 3", *noises, "qwen3-0.6b", 300, rate=4.0, seeds=seeds)
 
 
 SETTINGS = {
@@ -81,7 +84,7 @@ SETTINGS = {
   "int2, int3 cache": _quantized("int2", "int3", ("int8", "int4")),
   "noise 0.25": _noisy(0.25, 0.01),
   "noise 0.5": _noisy(0.5, 0.02),
-  "noise 1": _noisy(1.0, 0.05),
+  "noise 1": _noisy(1.0, 0.05, seeds=32),
   "int3, int2 cache": Setting(
     "Fig. 4",
     {"weights": "int3", "kv": "int2"},
@@ -133,7 +136,7 @@ def measure(cell: Cell, scale: str) -> list[Row]:
     settings.differ(config, setting.paper)
     rows = training.rows_of(config, METRICS, setting.batches // 50)
     return [{"seed": 0} | row for row in rows]
-  steps, seeds = (2 * PARTS, 1) if scale == "smoke" else (STEPS, SEEDS)
+  steps, seeds = (2 * PARTS, 1) if scale == "smoke" else (STEPS, setting.seeds)
   return coin.rows_of(
     methods.loss(str(cell["method"]), top_k=0),
     quantization.Config(**setting.here),

@@ -32,7 +32,8 @@ LEGEND = (
   "reward: mean of the batch; held: accuracy on questions never trained on; "
   "stale, max: versions that consumed tokens lag; weight: proximal/behavior; "
   "clip: share of tokens clipped; gen/s, train/s: tokens a second; "
-  "wait: share of time the learner waited; left: time left"
+  "wait: share of time the learner waited; left: time left; "
+  "-: no such figure"
 )
 WARNINGS: tuple[tuple[str, float, str], ...] = (
   # metric, bound, what it means to be above it

@@ -97,8 +97,9 @@ _RULES = (
     "zero_advantage",
     -_INF,
     0.9,
-    "of tokens have advantage 0 (at most 90%): questions are all solved or all "
-    "failed, choose harder or easier ones",
+    "of tokens have advantage 0 (at most 90%): groups are all solved or all "
+    "failed, so harder or easier questions; or answers are all alike (entropy "
+    "near 0), so less of a warm start",
   ),
   _Rule(
     "clip_fraction",

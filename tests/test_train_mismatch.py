@@ -170,7 +170,7 @@ def test_groups_that_do_not_divide_are_refused_before_anything_is_made(
 def test_the_mismatch_is_a_section_of_the_config(tmp_path):
   values = to_config_dict(mismatched(tmp_path, {"weights": "int8"}))
   assert build(parts.Config, values).engine.mismatch.weights == "int8"
-  values.engine.mismatch.weights = "int2"
+  values.engine.mismatch.weights = "int1"
   with pytest.raises(ConfigError, match=r"config.engine.mismatch.weights is"):
     build(parts.Config, values)
   with pytest.raises(ConfigError, match=r"engine.mismatch.weight is not a"):

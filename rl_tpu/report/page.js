@@ -221,7 +221,10 @@ function overview() {
   tile(tiles, "reward, last batch", each((run) => show(lastOf(run, "reward"))));
   tile(tiles, "held-out, first to last", each((run) => {
     const points = run.series.heldout_accuracy;
-    return points ? show(points[1][0]) + " to " + show(points[1].at(-1)) : "-";
+    if (!points) return "-";
+    const problems = run.config.evaluation?.problems;
+    return show(points[1][0]) + " to " + show(points[1].at(-1)) +
+      (problems ? " (" + problems + " questions)" : "");
   }));
   tile(tiles, "seconds of the loop", each((run) =>
     show(Math.round(run.goodput.seconds))));
@@ -257,7 +260,8 @@ function charts() {
   main.append(el("p", { class: "soft" }, longest > 1200 ? "Of " + longest +
     " rows each line shows the lowest and the highest value of every column " +
     "of pixels; metrics.csv has all of them." :
-    "Point at a chart, or use the arrow keys in it, to read its values."));
+    "By batch. Point at a chart, or use the arrow keys in it, to read its " +
+    "values."));
   const grid = el("div", { class: "grid" });
   main.append(grid);
   for (const [title, names] of CHARTS) lineChart(grid, title, names);

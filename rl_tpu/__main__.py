@@ -5,6 +5,7 @@ the last line of stdout: its headline figures. The exit code is 0 only if the
 command did what it was asked; 130 if a signal stopped it.
 """
 
+import difflib
 import importlib
 import json
 import logging
@@ -70,8 +71,10 @@ def main(arguments: list[str]) -> int:
   command = COMMANDS.get(arguments[1])
   if command is None:
     names = sorted([*COMMANDS, *WITHOUT_CONFIG])
+    close = difflib.get_close_matches(arguments[1], names, 1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
     print(
-      f"rl_tpu: command is {arguments[1]!r}; it must be one of {names}",
+      f"rl_tpu: command is {arguments[1]!r}; it must be one of {names}{hint}",
       file=sys.stderr,
     )
     return 2

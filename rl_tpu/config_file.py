@@ -34,8 +34,22 @@ def explain(name: str, arguments: Sequence[str]) -> ConfigError | None:
       path = flag.removeprefix(f"--{name}.")
       if path != flag and equals:
         _check(values, [name, *path.split(".")], value)
+      elif meant := _meant(values, name, flag):
+        return ConfigError(f"{flag} is not a flag; did you mean {meant}?")
   except ConfigError as error:
     return error
+  return None
+
+
+def _meant(values: Any, name: str, flag: str) -> str | None:
+  """The flag of a field which stands without its section's name, or misspelt.
+
+  `--seed` and `--confg.seed` are `--config.seed`.
+  """
+  whole = flag.removeprefix("--")
+  for path in (whole, whole.partition(".")[2]):
+    if flag.startswith("--") and path.split(".")[0] in values:
+      return f"--{name}.{path}"
   return None
 
 

@@ -40,6 +40,14 @@ def helper():
       [f"--config={GOOD}", "--config.algorithm.name=sao"],
       "config.algorithm.baseline is not a field of sao",
     ),
+    (
+      [f"--config={GOOD}", "--confg.seed=1"],
+      "--confg.seed is not a flag; did you mean --config.seed?",
+    ),
+    (
+      [f"--config={GOOD}", "--learner.row_length=64"],
+      "did you mean --config.learner.row_length?",
+    ),
     (["--config=experiments/of_run.py:runs/nope"], "experiments/of_run.py:22:"),
     (["--config=experiments/quickstart.py:never"], "schedule is 'never'"),
     (
@@ -64,3 +72,8 @@ def test_a_fault_is_one_line_that_names_it(flags, said, tmp_path, capsys):
 def test_a_command_that_is_not_there_is_named(capsys):
   assert command_line.main(["rl_tpu", "trian"]) == 2
   assert capsys.readouterr().err.startswith("rl_tpu: command is 'trian'")
+
+
+def test_a_command_nearly_spelt_is_named(capsys):
+  assert command_line.main(["rl_tpu", "trian", f"--config={GOOD}"]) == 2
+  assert "did you mean 'train'?" in capsys.readouterr().err

@@ -26,7 +26,10 @@ def run(arguments: Sequence[str]) -> dict[str, Any]:
   )
   parser.add_argument("run", help="directory of a run")
   parser.add_argument("other", nargs="?", help="a run to set beside it")
-  parser.add_argument("--out", help="file to write (RUN/report.html)")
+  parser.add_argument(
+    "--out",
+    help="file to write (RUN/report.html, or of two RUN/report_with_RUN2.html)",
+  )
   parser.add_argument(
     "--serve",
     type=int,

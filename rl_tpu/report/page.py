@@ -34,7 +34,8 @@ def write(
 
   Args:
     directories: one or two runs.
-    path: where; DIRECTORY/report.html of the first if None.
+    path: where; if None, in the first directory: report.html, or
+      report_with_OTHER.html of two.
     tell: takes a line for each warning.
 
   Returns:
@@ -47,7 +48,9 @@ def write(
   for directory, run in zip(directories, runs, strict=True):
     for warning in run["warnings"]:
       tell(f"{directory}: {warning['rule']} {warning['said']}")
-  target = pathlib.Path(path or pathlib.Path(directories[0]) / "report.html")
+  first, *others = (pathlib.Path(d) for d in directories)
+  name = "_with_".join(["report", *(other.name for other in others)])
+  target = pathlib.Path(path or first / f"{name}.html")
   metrics.write_text(target, page(runs, live=False))
   traces = [
     trace.write(pathlib.Path(d) / "trace.json", bars(d), rows(d))

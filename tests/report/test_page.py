@@ -304,11 +304,11 @@ def test_a_browser_reads_the_page_by_keyboard_without_complaint(tmp_path):
 def test_two_runs_stand_side_by_side_and_differences_are_marked(tmp_path):
   one, two = make_run(tmp_path / "a"), make_run(tmp_path / "b")
   metrics.write_json(two / "config.json", CONFIG | {"max_staleness": 4})
-  page.write([one, two])
+  assert page.write([one, two])["report"] == str(one / "report_with_b.html")
 
   async def look():
     async with browser.page(tmp_path / "browser") as tab:
-      await tab.open((one / "report.html").as_uri())
+      await tab.open((one / "report_with_b.html").as_uri())
       rows = "[...document.querySelectorAll('.differs')].map(r => r.innerText)"
       opened = (
         "document.querySelectorAll('details').forEach(d => d.open = true)"

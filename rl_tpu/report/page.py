@@ -49,7 +49,7 @@ def write(
     for warning in run["warnings"]:
       tell(f"{directory}: {warning['rule']} {warning['said']}")
   first, *others = (pathlib.Path(d) for d in directories)
-  name = "_with_".join(["report", *(other.name for other in others)])
+  name = "_with_".join(["report", *(d.resolve().name for d in others)])
   target = pathlib.Path(path or first / f"{name}.html")
   metrics.write_text(target, page(runs, live=False))
   traces = [
